@@ -5,45 +5,19 @@ from __future__ import annotations
 import pytest
 import torch
 
-import gape
-from gape.analysis import attended, attention_map, statistics, tap
+from gape.analysis import attended, attention_map, tap
 from gape.analysis.routing import effective_context
-from gape.analysis.tap import Attended
 from gape.models import FullCache
-from gape.ops.inputs import Visibility
-from gape.positions import build
+from tests.models.tiny import SCHEMES, model, tokens
 
-SCHEMES = gape.positions.available()
-N, T = 24, 16
-
-
-def model(position: str, **options: object) -> gape.GPT:
-    """Two layers whose gates and biases are as large as trained ones."""
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 27, "n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 48, "context_length": T}
-    built = gape.GPT(gape.GPTConfig(position=position, **sizes, **options)).double()
-    for name, parameter in built.named_parameters():
-        if "scheme" in name or "qkv" in name:
-            parameter.data.add_(0.3 * torch.randn_like(parameter))
-    return built.eval()
-
-
-def tokens(batch: int = 2, n: int = N) -> torch.Tensor:
-    return torch.randint(27, (batch, n), generator=torch.Generator().manual_seed(1))
-
-
-def plain(q: torch.Tensor, k: torch.Tensor) -> Attended:
-    """Attention without any position over given queries and keys (B, H, N, D)."""
-    visibility = Visibility(n_q=q.size(2), n_k=k.size(2), device=q.device)
-    scheme = build("nope", n_heads=q.size(1), head_dim=q.size(3))
-    return Attended(scheme=scheme, q=q, k=k, v=k, q_side=None, k_side=None, scale=1.0, visibility=visibility)
+N = 24
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("position", SCHEMES)
 @torch.no_grad()
 def test_weights_times_values_are_what_the_layer_computes(position: str, packed: bool) -> None:
-    gpt, ids = model(position), tokens()
+    gpt, ids = model(position), tokens(2, N)
     options = {}
     if packed:
         documents = (torch.arange(N) >= 10).long().expand(2, N)
@@ -58,28 +32,13 @@ def test_weights_times_values_are_what_the_layer_computes(position: str, packed:
     torch.testing.assert_close(y.transpose(1, 2).reshape(2, N, -1), caught["y"], atol=1e-9, rtol=1e-9)
 
 
-def test_uniform_attention_has_the_entropy_of_its_number_of_keys() -> None:
-    actual = statistics(plain(torch.zeros(1, 2, N, 4), torch.randn(1, 2, N, 4)), block=5)
-    i = torch.arange(N)
-    torch.testing.assert_close(actual.entropy, (i + 1.0).log().expand(1, 2, N))
-    torch.testing.assert_close(actual.distance, (i / 2).expand(1, 2, N))
-    torch.testing.assert_close(actual.sink, (1 / (i + 1)).expand(1, 2, N))
-
-
-def test_attention_to_one_key_has_no_entropy() -> None:
-    each = 100 * torch.eye(N)[None, None]
-    actual = statistics(plain(each, each))
-    assert float(actual.entropy.abs().max()) < 1e-6
-    assert float(actual.distance.abs().max()) < 1e-6
-
-
 def test_a_map_as_large_as_the_sequence_is_the_attention() -> None:
-    record = attended(model("rope+gape"), tokens())[0]
+    record = attended(model("rope+gape"), tokens(2, N))[0]
     torch.testing.assert_close(attention_map(record, N, block=7), record.weights(0, N))
 
 
 def test_a_small_map_holds_all_the_attention() -> None:
-    record = attended(model("rope+gape"), tokens())[0]
+    record = attended(model("rope+gape"), tokens(2, N))[0]
     cells = attention_map(record, 5, block=7)
     assert cells.shape == (2, 4, 5, 5)
     torch.testing.assert_close(cells.sum(-1), torch.ones(2, 4, 5, dtype=torch.float64))
@@ -91,11 +50,11 @@ def test_a_small_map_holds_all_the_attention() -> None:
 def test_a_tap_changes_nothing_and_ends() -> None:
     gpt, other = model("p-rope+gape"), model("p-rope+gape")
     calls: list[int] = []
-    before = gpt(tokens()).logits
+    before = gpt(tokens(2, N)).logits
     with tap(gpt, lambda layer, record: calls.append(layer)):
-        assert torch.equal(gpt(tokens()).logits, before)
-        other(tokens())
-    gpt(tokens())
+        assert torch.equal(gpt(tokens(2, N)).logits, before)
+        other(tokens(2, N))
+    gpt(tokens(2, N))
     assert calls == [0, 1]
     assert all("attend" not in block.attention.scheme.__dict__ for block in gpt.layers)
 
@@ -112,17 +71,17 @@ def test_taps_may_be_nested() -> None:
     with tap(gpt, lambda layer, record: calls.append(f"outer {layer}")):
         with tap(gpt, lambda layer, record: None):
             pass
-        gpt(tokens())
-    gpt(tokens())
+        gpt(tokens(2, N))
+    gpt(tokens(2, N))
     assert calls == ["outer 0", "outer 1"]
 
 
 @torch.no_grad()
 def test_a_cache_in_pages_is_refused() -> None:
     gpt = model("p-rope+gape")
-    assert len(attended(gpt, tokens(), cache=gpt.new_cache())) == 2
+    assert len(attended(gpt, tokens(2, N), cache=gpt.new_cache())) == 2
     with pytest.raises(ValueError, match="cache: got"):
-        attended(gpt, tokens(), cache=FullCache(gpt))
+        attended(gpt, tokens(2, N), cache=FullCache(gpt))
 
 
 def test_a_model_without_such_layers_is_refused() -> None:
@@ -130,18 +89,6 @@ def test_a_model_without_such_layers_is_refused() -> None:
         pass
 
 
-@torch.no_grad()
-def test_keys_beyond_the_effective_context_hold_next_to_nothing() -> None:
-    options = {"learn_landmark": False, "init_landmark_bias": -40.0, "gate_floor": 40.0}
-    record = attended(model("nope+gape", options=options), tokens(n=200))[0]
-    effective = effective_context(record, 0.01)
-    away = 199 - torch.arange(200)
-    beyond = away[None, None] >= effective[:, :, -1:]
-    assert bool(beyond.any())
-    mass = (record.weights(199, 200)[:, :, 0] * beyond).sum(-1)
-    assert bool((mass <= 0.01).all())
-
-
 @pytest.mark.parametrize(("position", "options"), [("rope", {}), ("rope+gape", {"positions": torch.arange(N) + 5})])
 def test_an_effective_context_needs_gates_and_tokens_in_order(position: str, options: dict[str, torch.Tensor]) -> None:
-    assert effective_context(attended(model(position), tokens(), **options)[0]) is None
+    assert effective_context(attended(model(position), tokens(2, N), **options)[0]) is None

@@ -90,10 +90,6 @@ def _slopes(record) -> torch.Tensor:
     return torch.tensor([2.0 ** (-2 * head) for head in range(1, 5)])
 
 
-def test_a_scheme_without_a_rate_has_no_effective_context() -> None:
-    assert effective_context(attended(model("rope"), tokens(1, N))[0]) is None
-
-
 @pytest.mark.parametrize("kv", [4, 2])
 def test_routing_variables_are_the_means_of_the_definitions(kv: int) -> None:
     gpt, ids = model("p-rope+gape", n_kv_head=kv), tokens(2, 12)

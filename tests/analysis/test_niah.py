@@ -73,12 +73,6 @@ def test_a_model_without_gates_has_none_to_show() -> None:
     assert actual["trace"] is None
 
 
-def test_analysing_twice_gives_the_same() -> None:
-    gpt = model("nope+gape")
-    first, second = (inspect_model(gpt, TASK, factors=(1,), samples=2) for _ in range(2))
-    assert first == second
-
-
 def test_the_training_length_is_required() -> None:
     with pytest.raises(ValueError, match="factors"):
         inspect_model(model("rope"), TASK, factors=(2, 4))

@@ -154,10 +154,3 @@ def test_mistakes_end_with_two_and_one_line(
     assert gape_exits("analyze", *arguments) == 2
     assert message in " ".join(capsys.readouterr().err.split())
     assert sorted(Path("runs").rglob("*")) == before
-
-
-def test_figures_without_results_say_which_commands_make_them(home: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gape_exits("reproduce", "lm-spectrum") == 2
-    output = " ".join(capsys.readouterr().err.split())
-    for words in ("gape lm train lm/books data=DIR", "gape analyze spectrum", "gape report runs/lm/books"):
-        assert words in output

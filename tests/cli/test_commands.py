@@ -8,9 +8,7 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,7 +20,6 @@ from gape.experiments import experiment, needle
 from gape.models.config import GPTConfig
 from gape.models.gpt import GPT
 from gape.report import catalogue
-from gape.train import BusyError
 from gape.utils import jsonl
 from gape.utils.progress import Progress
 
@@ -202,6 +199,7 @@ def test_the_scheme_for_evaluation_reads_the_same_weights(toy: Path) -> None:
         (["report", "nowhere"], "expected a run, a sweep or a report"),
         (["reproduce", "acuracy"], "did you mean accuracy?"),
         (["reproduce", "accuracy"], "gape niah train niah/paper"),
+        (["reproduce", "lm-spectrum"], "gape lm train lm/books data=DIR, gape analyze spectrum"),
         (["niah", "train"], "Missing argument"),
         (["nonsense"], "No such command"),
     ],
@@ -238,17 +236,6 @@ def test_a_directory_that_is_lost_on_the_way_is_work_that_failed(toy: Path, monk
 
     monkeypatch.setattr(needle.niah, "hits", lost)
     assert gape_exits("niah", "train", toy, "model.position=rope") == 1
-
-
-def test_a_directory_that_is_in_use_is_reported_in_one_line(
-    toy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def busy(*arguments: object, **options: object) -> None:
-        raise BusyError("runs/toy/rope is being trained by another process")
-
-    monkeypatch.setattr("gape.experiments.experiment.perform", busy)
-    assert gape_exits("niah", "train", toy, "model.position=rope") == 1
-    assert capsys.readouterr().err.endswith("gape: runs/toy/rope is being trained by another process\n")
 
 
 def test_letters_that_an_encoding_lacks_do_not_end_a_command(toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,25 +280,3 @@ def test_the_demo_is_the_recipe_at_toy_size(
     assert "p-RoPE+GAPE" in out
     page = Path(out.rpartition("Report: ")[2].strip())
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
-
-
-def training(recipe: Path) -> subprocess.Popen[str]:
-    """A long sweep in a process of its own, whose first run has begun."""
-    command = [sys.executable, "-m", "gape", "niah", "train", str(recipe), "train.max_steps=100000"]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    log, deadline = Path("runs/toy/rope/log.jsonl"), time.monotonic() + 120
-    while not (log.is_file() and log.stat().st_size):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return process
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_sweep_in_good_order(toy: Path, signum: signal.Signals, code: int) -> None:
-    process = training(toy)
-    process.send_signal(signum)
-    errors = process.communicate(timeout=60)[1]
-    assert process.returncode == code
-    assert "Traceback" not in errors
-    assert list(Path("runs/toy/rope/checkpoints").glob("step-*"))

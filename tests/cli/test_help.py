@@ -14,7 +14,6 @@ import typer
 import gape
 from gape.cli import app
 from gape.cli.options import numbers
-from gape.experiments.experiment import pick_device, wants_bfloat16
 from tests.cli.test_commands import gape_exits
 
 COMMAND = typer.main.get_command(app)
@@ -61,12 +60,6 @@ def test_numbers_with_commas() -> None:
             numbers("lengths", text, int, "1,2")
     with pytest.raises(ValueError, match=r"^eps: got 'x', expected numbers with commas, such as 1e-3"):
         numbers("eps", "x", float, "1e-3")
-
-
-def test_a_precision_that_is_none_is_refused() -> None:
-    assert not wants_bfloat16("auto", pick_device("cpu"))
-    with pytest.raises(ValueError, match=r"^precision: got str 'half', expected auto, float32 or bfloat16"):
-        wants_bfloat16("half", pick_device("cpu"))
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -224,6 +224,7 @@ def test_contexts_are_those_that_documents_fill(corpus: Path, capsys: pytest.Cap
     assert gape_exits("lm", "perplexity", "runs/lm/toy/p-rope", "--data", corpus) == 2
     assert "context: got int 512" in capsys.readouterr().err
     assert gape_exits("lm", "perplexity", "runs/lm/toy/p-rope", "--data", corpus, "--dtype", "int8") == 2
+    assert "precision: got str 'int8', expected auto, float32 or bfloat16" in capsys.readouterr().err
     assert gape_exits("lm", "perplexity", "nowhere", "--data", corpus, "--contexts", "16") == 2
 
 

@@ -9,8 +9,7 @@ import torch
 import gape
 from gape.analysis import attended, statistics
 from gape.analysis.routing import effective_context
-from gape.explore.exploration import Exploration, explore, followers, gates_off, pooled
-from gape.explore.rows import HeadRows
+from gape.explore.exploration import Exploration, HeadRows, explore, followers, gates_off, pooled
 from gape.explore.view import EPS, LEAST_WEIGHT, View, levels, parsed_heads, weight_bytes
 from gape.models import ForgettingCache
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import gape.hf
 from gape.hf.families import TRANSFORMERS_4
-from tests.hf.tiny import SIZES, injected, tiny, tokens
+from tests.hf.tiny import SIZES, tiny, tokens
 
 
 def test_register_family_refuses_what_it_cannot_serve():
@@ -45,18 +45,3 @@ def test_a_batch_of_several_adapters_with_gates_is_an_error(tmp_path):
     model.add_adapter("second", gape.hf.lora_config(base, r=2))
     with pytest.raises((ValueError, TypeError, NotImplementedError)), torch.no_grad():
         model.eval()(tokens(), adapter_names=["first", "second"])
-
-
-@torch.no_grad()
-def test_a_cache_in_pages_answers_to_the_interface_of_transformers():
-    model = injected("llama")
-    cache = gape.hf.FullCache(model)
-    model(tokens(2, 12), past_key_values=cache)
-    assert (cache.get_seq_length(), cache.get_mask_sizes(1, 0), cache.is_sliding) == (12, (13, 0), [False, False])
-    cache.crop(-2)
-    assert cache.get_seq_length() == 10
-    for change in (cache.reorder_cache, cache.batch_select_indices, lambda _: cache.batch_repeat_interleave(2)):
-        with pytest.raises(ValueError, match="pages"):
-            change(torch.tensor([1, 0]))
-    cache.reset()
-    assert cache.get_seq_length() == 0

@@ -242,7 +242,7 @@ def test_tokens_are_taken_back(name: str) -> None:
     for kind, new in CACHES.items():
         cache = new(model)
         model(ids[:, :24], past_key_values=cache)
-        for count, left in ((-4, 20), (18, 18), (40, 18), (0, 0 if TRANSFORMERS_4 else 18)):
+        for count, left in ((-4, 20), (torch.tensor(18), 18), (40, 18), (0, 0 if TRANSFORMERS_4 else 18)):
             cache.crop(count)
             assert {layer.get_seq_length() for layer in cache.layers} == {left}
         left = cache.get_seq_length()
@@ -341,6 +341,9 @@ def test_beams_are_refused() -> None:
     model = made("llama")
     with pytest.raises(ValueError, match="num_beams"):
         model.generate(tokens(1, 12), num_beams=2, max_new_tokens=4, past_key_values=FullCache(model))
+    for change in ("reorder_cache", "batch_select_indices", "batch_repeat_interleave"):
+        with pytest.raises(ValueError, match="pages"):
+            getattr(FullCache(model), change)(torch.tensor([1, 0]))
 
 
 @pytest.mark.parametrize(

@@ -45,16 +45,6 @@ def test_every_figure_is_drawn(name: str) -> None:
         assert chart.get("panels") or chart.get("rows")
 
 
-@pytest.mark.parametrize("name", [pytest.param("fox", marks=pytest.mark.slow), "logit-gap"])
-def test_the_same_results_give_the_same_bytes(name: str, tmp_path: Path) -> None:
-    store(stored(), tmp_path / "results")
-    for place in ("one", "two"):
-        paths = catalogue.write(catalogue.figure(name), gather([tmp_path / "results"]), tmp_path / place)
-        assert [path.name for path in paths] == [f"{name}.json", f"{name}.png", f"{name}.pdf"]
-    for path in paths:
-        assert path.read_bytes() == (tmp_path / "one" / path.name).read_bytes()
-
-
 def test_the_numbers_of_a_figure_draw_it_again(tmp_path: Path) -> None:
     entry = catalogue.figure("fox")
     numbers, png, _ = catalogue.write(entry, stored(), tmp_path)

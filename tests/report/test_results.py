@@ -13,9 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gape.report.page import tables
-from gape.report.recall import recall
 from gape.report.results import Results, gather, pack_hits, read_rows, store, unpack_hits
-from gape.report.series import perplexity
+from gape.report.series import perplexity, recall
 from gape.utils.stored_rows import fault
 from tests.report import lm_stored
 from tests.report.stored import looks, row, stored
@@ -38,24 +37,21 @@ def run_directory(home: Path, *rows: dict[str, Any], settings: dict[str, Any] | 
     return home
 
 
-@pytest.mark.parametrize("results", [stored(), lm_stored.stored()], ids=["needle", "language"])
+BOTH = replace(stored(), measured={**stored().measured, **lm_stored.stored().measured})
+
+
+@pytest.mark.parametrize("results", [stored(), lm_stored.stored(), BOTH], ids=["needle", "language", "both"])
 def test_a_report_is_read_back_as_it_was_stored(tmp_path: Path, results: Results) -> None:
     store(results, tmp_path / "one")
     first = gather([tmp_path / "one"])
     store(first, tmp_path / "two")
     assert gather([tmp_path / "two"]) == first
-    assert set(first.measured) == set(results.measured)
+    assert {kind: len(rows) for kind, rows in first.measured.items()} == {
+        kind: len(rows) for kind, rows in results.measured.items()
+    }
     store(first, tmp_path / "three")
     for path in (tmp_path / "two").iterdir():
         assert path.read_bytes() == (tmp_path / "three" / path.name).read_bytes()
-
-
-def test_needles_and_language_models_go_into_one_report(tmp_path: Path) -> None:
-    both = stored(schemes=("rope",), targets=("last",))
-    both = replace(both, measured={**both.measured, **lm_stored.stored().measured})
-    store(both, tmp_path)
-    gathered = gather([tmp_path])
-    assert {kind: len(gathered.of(kind)) for kind in gathered.measured} == {k: len(both.of(k)) for k in both.measured}
 
 
 def test_runs_are_found_wherever_they_lie(tmp_path: Path) -> None:
@@ -118,12 +114,6 @@ def test_what_is_no_result_is_refused(tmp_path: Path, content: dict[str, Any] | 
 def test_a_later_row_of_the_same_measurement_counts(tmp_path: Path) -> None:
     home = run_directory(tmp_path / "a", row("rope", "last", 0, 1), row("rope", "last", 0, 1, accuracy=0.5))
     assert [r["accuracy"] for r in gather([home]).of("needle")] == [0.5]
-
-
-def test_the_precision_with_the_most_lengths_counts(tmp_path: Path) -> None:
-    rows = [row("rope", "last", 0, factor, precision="bfloat16") for factor in (1, 2)]
-    home = run_directory(tmp_path / "a", *rows, row("rope", "last", 0, 1))
-    assert [(r["factor"], r["precision"]) for r in gather([home]).of("needle")] == [(1, "bfloat16"), (2, "bfloat16")]
 
 
 @pytest.mark.parametrize(

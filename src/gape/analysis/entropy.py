@@ -48,10 +48,8 @@ class Statistics(NamedTuple):
 def statistics(attended: Attended, shares: Sequence[float] = (), *, block: int | None = None) -> Statistics:
     """Statistics of a layer's attention, for every scheme; memory grows with the keys, not with their square.
 
-    Args:
-        attended: what a layer attended with; see :func:`gape.analysis.attended`.
-        shares: attention that may lie further away than `used`, each in (0, 1).
-        block: queries at a time; the result does not depend on it.
+    `shares` of the attention, each in (0, 1), are those of `used`; the result does not depend on `block`, the queries
+    at a time.
 
     Raises:
         ValueError: a block below 1, a share outside (0, 1), or shares where tokens did not come in index order.

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from itertools import count
 from typing import Any
 
 import torch
@@ -33,11 +32,8 @@ GIVEN_UP = 0.01
 
 
 def entropy(model: nn.Module, passages: Sequence[Passage]) -> Record:
-    """Attention entropy, the distances it covers, and the gates.
-
-    Args:
-        model: a :class:`gape.GPT` in eval mode.
-        passages: read one by one.
+    """Attention entropy, the distances it covers, and the gates, of a :class:`gape.GPT` in eval mode, passage by
+    passage.
 
     Returns:
         Lists by passage, layer and head. `entropy`, `distance` and `sink` are means over queries; `used` has the median
@@ -57,13 +53,9 @@ def entropy(model: nn.Module, passages: Sequence[Passage]) -> Record:
 
 
 def spectrum(model: nn.Module, passages: Sequence[Passage]) -> Record:
-    """Norms of queries and keys by rotary pair.
+    """Norms by rotary pair: `inv_freq` (D/2), and of `queries` and `keys` `mean` and `std` over passages.
 
-    Returns:
-        `inv_freq` (D/2); `queries` and `keys`, each with `mean` and `std` over passages by layer, head and pair.
-
-    Raises:
-        ValueError: the scheme does not rotate.
+    Those are by layer, head and pair. A scheme that does not rotate is refused.
     """
     rows = [_by_layer(model, passage, _norms) for passage in passages]
     results: Record = {"inv_freq": rows[0][0]["inv_freq"]}
@@ -104,11 +96,13 @@ def _round(x: Any, digits: int) -> Any:
 
 
 @torch.no_grad()
-def _by_layer(model: nn.Module, passage: Passage, analyse: Callable[[Attended], Any]) -> list[Any]:
-    """The results of `analyse` for every layer, first layer first."""
+def _by_layer(
+    model: nn.Module, passage: Passage, analyse: Callable[[Attended], Any], layer: int | None = None
+) -> list[Any]:
+    """The results of `analyse` for every layer, first layer first; None for others than a layer that is named."""
     results: list[Any] = []
     ids = torch.from_numpy(passage.ids).to(next(model.parameters()).device).unsqueeze(0)
-    with tap(model, lambda _, attended: results.append(analyse(attended))):
+    with tap(model, lambda number, attended: results.append(analyse(attended) if layer in (None, number) else None)):
         model(ids, logits_to_keep=1)
     return results
 
@@ -117,8 +111,7 @@ def _of_layer(model: nn.Module, passage: Passage, layer: int, analyse: Callable[
     layers = sum(isinstance(module, GAPEAttention) for module in model.modules())
     if not 0 <= layer < layers:
         raise invalid_argument("layer", layer, f"a number from 0 to {layers - 1}")
-    numbers = count()
-    return _by_layer(model, passage, lambda attended: analyse(attended) if next(numbers) == layer else None)[layer]
+    return _by_layer(model, passage, analyse, layer)[layer]
 
 
 def _spread(attended: Attended) -> Record:
@@ -161,12 +154,9 @@ def _norms(attended: Attended) -> Record:
 
 
 def pair_norms(x: Tensor, scheme: Rotary) -> Tensor:
-    """The mean norm over tokens of each pair (x_k, x_{k+D/2}) of x (B, H, N, D), before or after rotation alike.
+    """The mean norm over tokens of each pair (x_k, x_{k+D/2}) of x (B, H, N, D), rotated or not: (B, H, D/2), float32.
 
-    The factor of schemes that scale what they rotate (YaRN, LongRoPE) is divided out.
-
-    Returns:
-        (B, H, D/2) in float32 (float64 for float64).
+    The factor of schemes that scale what they rotate (YaRN, LongRoPE) is divided out. float64 stays.
     """
     first, second = x.to(bias_dtype(x.dtype)).chunk(2, dim=-1)
     return torch.hypot(first, second).mean(2) / scheme.attention_scale

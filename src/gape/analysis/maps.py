@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from gape.analysis.entropy import blocks
@@ -49,8 +50,7 @@ def mean_mask(attended: Attended) -> Tensor:
 def mask_map(attended: Attended, size: int = 64) -> Tensor:
     """M by cells of queries and keys, (B, Hq, rows, columns) in float64, NaN where no key of a cell is seen.
 
-    Queries and keys are cut into `size` nearly equal spans (or as many as there are); a cell is the mean of M over
-    its pairs with j ≤ i.
+    Cells are those of :func:`attention_map`; each is the mean of M over its pairs with j ≤ i.
 
     Raises:
         ValueError: size below 1, a layer without gates, or tokens out of index order.
@@ -64,14 +64,14 @@ def _cells(attended: Attended, rows: int, columns: int) -> tuple[Tensor, Tensor]
     """Sums of M and numbers of pairs by cell: (B, Hq, rows, columns) and (rows, columns), float64."""
     landmark, rate = attended.landmark, attended.rate
     if landmark is None or rate is None or not attended.visibility.index_order:
-        raise invalid_argument(
-            "attended", type(attended.scheme).__name__, "a layer with gates whose tokens came in order"
-        )
+        expected = "a layer with gates whose tokens came in order"
+        raise invalid_argument("attended", type(attended.scheme).__name__, expected)
     n_q, n_k, device = attended.visibility.n_q, attended.visibility.n_k, attended.q.device
     i = torch.arange(n_k - n_q, n_k, device=device)
     j = torch.arange(n_k, dtype=torch.float64, device=device)
     landmark = landmark.double().repeat_interleave(attended.q.size(1) // attended.k.size(1), dim=1)
-    before, protected = (_running(x) for x in (j * (1 - landmark), landmark))
+    # Sums over the keys before each place, (B, H, N + 1).
+    before, protected = (F.pad(x.cumsum(-1), (1, 0)) for x in (j * (1 - landmark), landmark))
     starts = torch.arange(columns, device=device) * n_k // columns
     stops = torch.arange(1, columns + 1, device=device) * n_k // columns
     sums, counts = [], []
@@ -86,8 +86,3 @@ def _cells(attended: Attended, rows: int, columns: int) -> tuple[Tensor, Tensor]
         sums.append(masks.sum(2))
         counts.append(inside.sum(0))
     return torch.stack(sums, dim=2), torch.stack(counts)
-
-
-def _running(x: Tensor) -> Tensor:
-    """Sums of x (B, H, N) over the keys before each place, (B, H, N + 1)."""
-    return torch.cat((torch.zeros_like(x[..., :1]), x.cumsum(-1)), dim=-1)

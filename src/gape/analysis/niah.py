@@ -32,15 +32,14 @@ def inspect_model(
 ) -> dict[str, Any]:
     """Entropy at several lengths, gates at the training length, one sequence in full; read one sequence at a time.
 
+    Factors without 1, the length at which gates are read, are refused.
+
     Returns:
         Plain lists and numbers of six significant digits. `spread` has an entry per factor with `entropy`, `distance`,
         `sink` (means over all queries) and `query_entropy` (of the final query), each by sample, layer and head.
         `gates` has, at the final query and the training length, the amplitude, query gate, rate, effective context
         length, required and actual landmark of the digit that answers, each by sample, layer and head, and mean
         landmarks by kind of token; None for a scheme without gates. `trace` has landmarks along the first sequence.
-
-    Raises:
-        ValueError: factors without 1, the length at which gates are read.
     """
     if 1 not in factors:
         raise invalid_argument("factors", factors, "multiples of the length, 1 among them")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from gape.data import Corpus, Document, load_tokenizer, open_corpus
-from gape.utils.files import open_decompressed
+from gape.utils.files import file_sha256, open_decompressed
 from gape.utils.random import key
 from gape.utils.validation import invalid_argument, whole
 
@@ -33,14 +32,7 @@ class Passage:
 
 @dataclass(frozen=True, kw_only=True)
 class Passages:
-    """Passages of one source, the same for every model.
-
-    Attributes:
-        data: the name of the source.
-        fingerprint: a hash of the source.
-        length: tokens of each; None where they differ.
-        items: the passages.
-    """
+    """Passages of a source, with its name and a hash of it; all of so many tokens, or None where they differ."""
 
     data: str
     fingerprint: str
@@ -49,16 +41,13 @@ class Passages:
 
 
 class Reader:
-    """A source of passages.
+    """A source of passages: documents of a corpus, or a file.
 
     Args:
         data: a directory that `gape data prepare` wrote, a file of JSON lines (`.jsonl`, also `.gz` and `.xz`) whose
             objects have a field input, prompt or text (an answer_prefix is put after it), or any other file as text.
         tokenizer: as `gape.data.load_tokenizer` takes it; needed for files, not for a corpus.
         split, stratum: which documents of a corpus.
-
-    Attributes:
-        tokenizer: what identifies it.
 
     Raises:
         ValueError: no such path, a file without a tokenizer, or a corpus without the split or stratum.
@@ -89,10 +78,9 @@ class Reader:
         return self.corpus is None and ".jsonl" in self.path.suffixes[-2:]
 
     def passages(self, length: int | None, count: int, *, seed: int = 0) -> Passages:
-        """At most so many passages, chosen by a hash of the seed and their names.
+        """At most so many passages, chosen by a hash of the seed and their names; refused where nothing is long enough.
 
-        `length` is the tokens of each: a window of a document, consecutive ones of a text; None for prompts. A
-        ValueError where nothing is long enough.
+        `length` is the tokens of each: a window of a document, consecutive ones of a text; None for prompts.
         """
         whole("samples", count)
         if self.prompts and length is not None:
@@ -103,13 +91,8 @@ class Reader:
             items = self._prompts(count, seed)
         else:
             items = self._text(length, count)
-        return Passages(data=self.path.name, fingerprint=self._fingerprint(), length=length, items=tuple(items))
-
-    def _fingerprint(self) -> str:
-        if self.corpus is not None:
-            return self.corpus.fingerprint()
-        with self.path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        fingerprint = file_sha256(self.path) if self.corpus is None else self.corpus.fingerprint()
+        return Passages(data=self.path.name, fingerprint=fingerprint, length=length, items=tuple(items))
 
     def _text(self, length: int | None, count: int) -> list[Passage]:
         with open_decompressed(self.path) as file:
@@ -141,9 +124,8 @@ def long_documents(
     if not enough:
         longest = max((document.length for document in documents), default=0)
         which = f"{split} documents" + ("" if stratum is None else f" of stratum {stratum}")
-        raise invalid_argument(
-            called, length, f"at most {longest} tokens, the longest of the {which} in {corpus.directory}"
-        )
+        expected = f"at most {longest} tokens, the longest of the {which} in {corpus.directory}"
+        raise invalid_argument(called, length, expected)
     by_id = {document.id: document for document in enough}
     return [by_id[name] for name in shuffle(by_id, seed)]
 
@@ -181,9 +163,7 @@ def _rows(path: Path) -> Iterable[str]:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"{path}: line {place} is not JSON: {error}") from error
-            field = next(
-                (name for name in PROMPT_FIELDS if isinstance(row, dict) and isinstance(row.get(name), str)), None
-            )
-            if field is None:
+            prompts = [row[name] for name in PROMPT_FIELDS if isinstance(row, dict) and isinstance(row.get(name), str)]
+            if not prompts:
                 raise ValueError(f"{path}: line {place} has none of the fields {', '.join(PROMPT_FIELDS)}")
-            yield row[field] + str(row.get("answer_prefix") or "")
+            yield prompts[0] + str(row.get("answer_prefix") or "")

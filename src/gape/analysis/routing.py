@@ -16,11 +16,7 @@ from gape.positions.biases import ALiBi
 
 @torch.no_grad()
 def routing_variables(model: nn.Module, ids: Tensor) -> list[dict[str, Any]]:
-    """What the gates of every layer and head do on average over a batch; no N × N tensor is made.
-
-    Args:
-        model: with :class:`gape.GAPEAttention` layers, in eval mode.
-        ids: integer (B, N).
+    """What the gates of every layer and head do on average over ids (B, N); no N × N tensor is made.
 
     Returns:
         A record per gated layer and query head, first layer first: `layer` and `head` from 0, `mean_mask` (the mean of
@@ -52,14 +48,11 @@ def effective_context(attended: Attended, p: float = 0.01) -> Tensor | None:
     """Δ_eff of every query: unprotected keys from this distance on hold at most p of its attention together.
 
     The bound on scores is that of the norms, over the keys that a query sees. A key with landmark l has the horizon
-    Δ_eff / (1 − l). ALiBi is the same operator with a constant rate and no landmarks.
+    Δ_eff / (1 − l). ALiBi is the same operator with a constant rate and no landmarks. p lies in (0, 1).
 
     Returns:
         (B, Hq, Nq) in float32 (float64 beside float64), inf where the rate is 0; None for a scheme without a rate or
         tokens out of index order.
-
-    Raises:
-        ValueError: p outside (0, 1).
     """
     rate = _rate(attended)
     if rate is None or not attended.visibility.index_order:

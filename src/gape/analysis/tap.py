@@ -28,18 +28,15 @@ from gape.utils.validation import invalid_argument
 
 @dataclass(frozen=True, kw_only=True)
 class Attended:
-    """What one attention layer attended with in one forward pass.
+    """What one attention layer attended with in one forward pass, detached.
 
     Attributes:
         scheme: the layer's positional scheme; None where a model of transformers rotates by itself.
-        q, k: (B, Hq, Nq, D) and (B, Hk, Nk, D) as they enter the dot product, detached.
-        v: (B, Hk, Nk, Dv), detached.
+        q, k, v: (B, Hq, Nq, D) and (B, Hk, Nk, D) as they enter the dot product, and (B, Hk, Nk, Dv).
         q_side, k_side: (B, Hq, Nq) and (B, H, Nk), the scheme's numbers per query and key, or None. For gated
             schemes these are the query gate g and the landmark l.
-        scale: the softmax scale.
-        visibility: which queries see which keys.
-        gates: the layer's gates, None without, and
-        context_length: their T.
+        scale, visibility: the softmax scale, and which queries see which keys.
+        gates, context_length: the layer's gates, None without, and their T.
     """
 
     scheme: Scheme | None
@@ -91,12 +88,11 @@ class Attended:
 
     @torch.no_grad()
     def weights(self, start: int, stop: int, head: int | None = None) -> Tensor:
-        """The attention of queries start … stop − 1 to the keys that any of them may see, of all heads or of one.
+        """The attention of queries start … stop − 1, of all heads or of one, to the keys that any of them may see.
 
         Returns:
-            (B, Hq, stop − start, n) in float32 (float64 beside float64), n ≤ Nk: later keys than the last of these
-            queries are left out where the order is that of the tensors. A row that sees nothing is zero. With a head,
-            from 0, it alone: (B, 1, stop − start, n).
+            (B, Hq or 1, stop − start, n) in float32 (float64 beside float64), n ≤ Nk: keys after the last of these
+            queries are left out where the order is that of the tensors. A row that sees nothing is zero.
         """
         problem = self.problem(start, stop)
         bias = self._bias(problem.visibility, start, stop)
@@ -153,14 +149,10 @@ def tap(model: nn.Module, receive: Receiver) -> Iterator[None]:
 
 
 def attended(model: nn.Module, ids: Tensor, **options: Any) -> list[Attended]:
-    """Run the model on ids (B, N) and return what each layer attended with, first layer first.
+    """Run the model on integer ids (B, N), with options of its own, and return what each layer attended with, in order.
 
-    The options go to the model. Nothing carries gradients.
-
-    Args:
-        model: a :class:`gape.GPT`, a module with :class:`gape.GAPEAttention` layers, or a model of transformers that
-            :func:`gape.hf.inject` has put gates into; of a :class:`gape.hf.GapeForCausalLM` its `gpt`.
-        ids: integer (B, N).
+    The model is a :class:`gape.GPT`, a module with :class:`gape.GAPEAttention` layers, or one of transformers that
+    :func:`gape.hf.inject` has put gates into; of a :class:`gape.hf.GapeForCausalLM` its `gpt`. No gradients.
 
     Raises:
         ValueError: as :func:`tap`, or a cache in the options kept a layer from being received.
@@ -169,18 +161,16 @@ def attended(model: nn.Module, ids: Tensor, **options: Any) -> list[Attended]:
     with torch.no_grad(), tap(model, layers.__setitem__):
         model(ids, **options)
     if len(layers) < len(_layers(model)):
-        raise invalid_argument(
-            "cache", options.get("cache"), "None or a dense one, since one in pages attends by itself"
-        )
+        expected = "None or a dense one, since one in pages attends by itself"
+        raise invalid_argument("cache", options.get("cache"), expected)
     return [layers[index] for index in sorted(layers)]
 
 
 def _layers(model: nn.Module) -> list[Any]:
     layers = [module for module in model.modules() if isinstance(module, GAPEAttention) or _is_injected(module)]
     if not layers:
-        raise invalid_argument(
-            "model", type(model).__name__, "one with GAPEAttention layers or gates of gape.hf.inject"
-        )
+        expected = "one with GAPEAttention layers or gates of gape.hf.inject"
+        raise invalid_argument("model", type(model).__name__, expected)
     return layers
 
 

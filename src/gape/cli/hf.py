@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from gape.cli import perplexity
+from gape.cli import lm
 from gape.cli.options import INTS, Device, Precision, Resume, numbers
 
 app = typer.Typer(help="Models of transformers.", no_args_is_help=True, rich_markup_mode=None)
@@ -138,7 +138,7 @@ def train(
 
 
 # Beyond a chunk, models of transformers take mask tensors.
-perplexity.add_command(app, contexts="512,1024,2048,4096", chunk=65536)
+lm.add_perplexity(app, contexts="512,1024,2048,4096", chunk=65536)
 
 
 @app.command()
@@ -191,20 +191,16 @@ def extend(
     ] = False,
 ) -> None:
     """Make a model read, and find, at many times its context; measure it before and after. Stop it as you like."""
+    # All others are settings by the same name.
+    options = {name: v for name, v in locals().items() if name not in ("out", "device", "precision", "dry_run")}
     from gape.experiments.experiment import pick_device, wants_bfloat16  # noqa: PLC0415
     from gape.experiments.extend import Job, perform  # noqa: PLC0415
     from gape.experiments.extend_settings import Settings  # noqa: PLC0415
 
-    settings = Settings(
-        model=model, data=tuple(data), to=to, method=method, steps=steps, length=length, long_steps=long_steps,
-        long_length=long_length, update_tokens=update_tokens, batch_size=batch_size, learning_rate=learning_rate,
-        free=free, plan=values("plan", plan), sinks=sinks, log_scale=log_scale,
-        floors=None if floors is None else str(floors), factor=factor, recall=recall, recall_weight=recall_weight,
-        skip_to=skip_to, keep=keep, lora=lora, needles=needles, samples=samples, windows=windows, prompts=prompts,
-        lengths=None if lengths is None else numbers("lengths", lengths, int, "1024,4096"),
-        gradient_checkpointing=gradient_checkpointing, heldout_fraction=heldout_fraction,
-        checkpoint_every=checkpoint_every, new_tokens=new_tokens, seed=seed,
-    )  # fmt: skip
+    parsed: dict[str, Any] = {"data": tuple(data), "plan": values("plan", plan)}
+    parsed |= {"floors": None if floors is None else str(floors)}
+    parsed |= {"lengths": None if lengths is None else numbers("lengths", lengths, int, "1024,4096")}
+    settings = Settings(**(options | parsed))
     target = pick_device(device)
     wants_bfloat16(precision, target)
     if dry_run:

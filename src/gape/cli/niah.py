@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gape.cli import runs
+from gape.cli import lm
 from gape.cli.options import INTS, Device, numbers
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def show(recipe: Recipe, directory: Path, failed: dict[str, str]) -> None:
         _print_tables(recipe_rows(recipe, directory, without=failed))
 
 
-runs.add_command(
+lm.add_train(
     app, "niah", "Train, evaluate and analyse every run of a recipe. Stop it and start it again as you like.", show
 )
 
@@ -60,7 +60,7 @@ def _print_tables(rows: Sequence[dict[str, Any]]) -> None:
 
 def demo(
     out: Annotated[Path, typer.Option(help="Directory of the runs and the report.")] = Path("runs/niah/demo"),
-    overrides: runs.Overrides = None,
+    overrides: lm.Overrides = None,
 ) -> None:
     """Train p-RoPE with and without gates to find a needle in 128 tokens, then ask for it in up to 1,024."""
     from gape.experiments.experiment import run_recipe  # noqa: PLC0415

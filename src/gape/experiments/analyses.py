@@ -58,11 +58,8 @@ def analyse(
     Args:
         kind: "entropy" of attention by layer and head, with the gates and how far attention reaches; "spectrum", norms
             of queries and keys by rotary frequency; "maps", attention of a layer's heads; "masks", the paper's mask M.
-        runs, reader: directories of runs, and the text.
-        lengths: tokens of the passages; the training length by default.
-        samples: passages of each length.
+        lengths, samples: tokens of the passages, by default the training length, and how many of each length.
         layer, size: of maps and masks: which layer, the last by default, and cells along each side.
-        seed, device: which passages, and where.
     """
 
     def one(run: OpenModel, log: Log) -> None:
@@ -111,8 +108,7 @@ def far_back(
 ) -> list[Table]:
     """Loss on tokens whose answer lies far back in the documents of a corpus: `far_back.jsonl`.
 
-    Raises:
-        ValueError: no corpus, no document long enough, or a tokenizer that is not the corpus's or the run's.
+    Refused are no corpus, no document long enough, and a tokenizer that is not the corpus's or the run's.
     """
     low = wants_bfloat16(precision, pick_device(device))
     if not data.is_dir():

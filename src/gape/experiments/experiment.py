@@ -169,11 +169,7 @@ def conditions(run: Run, device: torch.device) -> Record:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name; "auto" is a GPU where there is one.
-
-    Raises:
-        ValueError: no such device, or none of that kind here.
-    """
+    """The device of that name; "auto" is a GPU where there is one. A ValueError where it is not here."""
     device = _device(name)
     try:
         torch.empty(0, device=device)

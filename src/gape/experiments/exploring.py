@@ -57,19 +57,10 @@ def explored(
     seed: int = 0,
     device: str = "auto",
 ) -> Exploration:
-    """Open a model, read a text and compute the view; shows progress.
+    """Open a model, None for that of the package, read a text and compute the view; shows progress.
 
-    Args:
-        model: a directory; None is the model of the package.
-        text, prompt, needle: a file, a text, or the tokens of a text with a needle; at most one is given.
-        tokenizer: of a run on text, as :func:`gape.data.load_tokenizer` takes it.
-        tokens: of the text at most.
-        seed: which haystack.
-        device: as commands take it.
-
-    Raises:
-        ValueError: no such model or text, a text too short, or a model that cannot be looked into.
-        CheckpointError: a run without a valid checkpoint.
+    At most one of `text` (a file), `prompt` and `needle` (tokens of a text with a needle) is given. Refused are a model
+    that is not there or cannot be looked into, and a text that is not there or too short.
     """
     texts = {"text": text, "prompt": prompt, "needle": needle}
     named = [name for name, value in texts.items() if value is not None]
@@ -80,8 +71,10 @@ def explored(
         whole("needle", needle, 16)
     target = pick_device(device)
     opened = shipped(target) if model is None else open_model(model, target)
-    task = _needle_task(opened)
-    if task is None:
+    # The haystack that a model was trained on; None for one of texts.
+    task = opened.identity.get("task") if opened.run is None else opened.run.task
+    task = niah.NIAHConfig(**task) if isinstance(task, dict) else task
+    if not isinstance(task, niah.NIAHConfig):
         read = _passage(opened, tokenizer, text, prompt, needle, tokens)
     elif text is not None or prompt is not None:
         raise invalid_argument("text", text or prompt, "none: this model reads --needle alone")
@@ -130,14 +123,6 @@ def _passage(
     if len(ids) < 2:
         raise invalid_argument("text", prompt, "one of at least two tokens")
     return Passage(ids=torch.tensor([ids]), decode=decode)
-
-
-def _needle_task(opened: OpenModel) -> niah.NIAHConfig | None:
-    """The haystack that a model was trained on; None for one of texts."""
-    if opened.run is not None:
-        return opened.run.task if isinstance(opened.run.task, niah.NIAHConfig) else None
-    task = opened.identity.get("task")
-    return None if task is None else niah.NIAHConfig(**task)
 
 
 def haystack(task: niah.NIAHConfig, length: int, seed: int) -> Passage:

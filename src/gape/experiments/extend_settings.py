@@ -26,6 +26,8 @@ FACTS, LONG_FACTS = 32, MOST_FACTS
 SHORT, LONG = "tuning", "tuning-long"
 #: Tokens of the windows of the second phase.
 LONG_WINDOW = 65536
+#: Tokens of a pass at least, where an update has as many: many small passes would wait for the host.
+PASS_TOKENS = 16384
 #: Attention that a query may lose to tiles which kernels skip in windows longer than `WINDOW`.
 SKIP_EPS = 1e-4
 #: Texts that heads are scored on, a third of them at each distance.
@@ -140,8 +142,8 @@ class Settings:
             raise invalid_argument("long_length", long_length, f"at least the {length} tokens of a window")
         if 0 < self.skip_to <= length:
             raise invalid_argument("skip_to", self.skip_to, f"0, or more than the {length} tokens of a window")
-        # Both phases take as many tokens at once; many small passes would wait for the host.
-        at_once = min(self.update_tokens, long_length) if self.long_steps else 4 * length
+        # Both phases take as many tokens at once.
+        at_once = min(self.update_tokens, max(PASS_TOKENS, long_length if self.long_steps else 0))
         short_batch = self.batch_size or max(1, at_once // length)
         short = Phase(SHORT, self.steps, length, short_batch, self.learning_rate)
         # A rate between those that the first phase begins and ends with.

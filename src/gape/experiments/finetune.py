@@ -159,10 +159,9 @@ def finetune(
     kept: Sequence[Sequence[int]] = (),
     kept_share: float = 0.0,
 ) -> Path:
-    """Fine-tune a model in a run directory and save it to model/ in it, whose path is returned.
+    """Fine-tune a model in a run directory, as `gape hf finetune`, and save it to model/ in it, whose path is returned.
 
-    Args are the options of `gape hf finetune`; `kept` are other texts, as ids, that a share of the windows is filled
-    with, so that a model stays what it was.
+    `kept` are other texts, as ids, that a share of the windows is filled with, so that a model stays what it was.
 
     Raises:
         Interrupted: a signal came; everything is saved.
@@ -327,9 +326,8 @@ def refuse_corpus(name: str, config: Any, corpus: Corpus) -> None:
             raise invalid_argument("data", f"{corpus.vocab_size} ids", f"about the {most} of {name}") from None
         return
     if own.identity()["sha256"] != corpus.tokenizer.get("sha256") and not _makes(own, corpus):
-        raise invalid_argument(
-            "data", f"one of tokenizer {corpus.tokenizer.get('name')}", f"a corpus of the tokenizer of {name}"
-        )
+        expected = f"a corpus of the tokenizer of {name}"
+        raise invalid_argument("data", f"one of tokenizer {corpus.tokenizer.get('name')}", expected)
 
 
 def _makes(tokenizer: Tokenizer, corpus: Corpus) -> bool:

@@ -24,8 +24,8 @@ from gape.experiments.open_model import OpenModel, open_run
 from gape.experiments.result_store import ResultStore
 from gape.experiments.run import LanguageRun
 from gape.models.gpt import GPT
-from gape.report.recall import GENERATE, SEVERAL
 from gape.report.results import pack_hits
+from gape.report.series import GENERATE, SEVERAL
 from gape.tasks import recall
 from gape.train import StopFlag, Trainer, held_out_loss
 from gape.utils import locks

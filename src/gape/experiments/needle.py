@@ -92,12 +92,8 @@ def evaluate_runs(
 ) -> list[Record]:
     """Measure trained runs at several lengths, once all of them are known to be measurable; all rows, old and new.
 
-    `position` is a scheme that the weights are evaluated with as well; factors, samples and seed are those of
-    :class:`gape.experiments.run.NeedleEvaluation`.
-
-    Raises:
-        ValueError: a directory without a run of the needle task, or one that cannot be measured so.
-        BusyError, CheckpointError: another process measures a run, or it has no valid checkpoint.
+    `position` is a scheme that the weights are evaluated with as well. Errors are ValueError, or BusyError and
+    CheckpointError where another process measures a run, or it has no valid checkpoint.
     """
     target, runs = pick_device(device), {}
     for directory in directories:

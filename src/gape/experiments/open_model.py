@@ -6,7 +6,6 @@ with their tokenizer.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -21,6 +20,7 @@ from gape.models.gpt import GPT
 from gape.report.series import UNTRAINED
 from gape.tasks.ruler.readers import TransformersReader
 from gape.train import checkpoint
+from gape.utils.files import file_sha256, sha256
 from gape.utils.jsonl import Record, read_object
 from gape.utils.validation import invalid_argument
 
@@ -35,12 +35,12 @@ HF, MODEL_TYPE = "hf", "model_type"
 
 @dataclass(frozen=True, kw_only=True)
 class OpenModel:
-    """A trained model with what rows say of it; its weights are read when they are first needed.
+    """A trained model, a GPT of ours or one of transformers behind the same interface, read when it is first needed.
 
     Attributes:
         directory: where it lies, and where its rows go.
         identity: run, variant, position, seed, train_length and step, as every row has them.
-        load: reads the model, in eval mode: a GPT of ours, or a model of transformers behind the same interface.
+        load: reads the model, in eval mode.
         run: the settings of a run of ours.
     """
 
@@ -78,11 +78,7 @@ def open_model(
 ) -> OpenModel:  # fmt: skip
     """Open whatever trained model lies in a directory: a run, or a saved model of transformers.
 
-    `attention` is an `attn_implementation` in place of that of a model of transformers.
-
-    Raises:
-        ValueError: there is none, or it cannot be read.
-        CheckpointError: a run without a valid checkpoint.
+    A ValueError where there is none or it cannot be read, a CheckpointError for a run without a valid checkpoint.
     """
     if not is_transformers(directory):
         return open_run(directory, device, log)
@@ -103,9 +99,7 @@ def open_model(
 def open_run(directory: Path, device: str | torch.device = "cpu", log: Callable[[str], None] = print) -> OpenModel:
     """Open the newest weights of a run of ours; a directory of checkpoints without settings does, too.
 
-    Raises:
-        ValueError: there is no such directory, or its files are broken.
-        CheckpointError: it has no valid checkpoint.
+    A ValueError where there is none or its files are broken, a CheckpointError without a valid checkpoint.
     """
     if not directory.is_dir():
         raise ValueError(f"run: got {str(directory)!r}, expected a directory that gape lm train made")
@@ -131,8 +125,7 @@ def open_run(directory: Path, device: str | torch.device = "cpu", log: Callable[
 def read_run(directory: Path, kind: str | None = None) -> Run:
     """The settings of the run that a directory holds; with a `kind` one of this kind with a checkpoint to measure.
 
-    Raises:
-        ValueError: there is none, or not what `kind` asks for.
+    A ValueError where there is none, or not what `kind` asks for.
     """
     path = directory / SETTINGS
     settings = read_object(path)
@@ -153,12 +146,9 @@ def read_run(directory: Path, kind: str | None = None) -> Run:
 
 
 def load_transformers(name: str, attention: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
-    """A causal language model, from a directory or the hub; code that comes with it is never run.
+    """A causal language model, from a directory or the hub, or a ValueError; code that comes with it is never run.
 
-    `attention` is an `attn_implementation` in place of the model's own.
-
-    Raises:
-        ValueError: there is none. A file, and a path where there is nothing, are not looked up on the hub.
+    A file, and a path where there is nothing, are not looked up on the hub.
     """
     from gape.hf.reading import read_model  # noqa: PLC0415
 
@@ -172,13 +162,10 @@ def load_transformers(name: str, attention: str | None = None, dtype: torch.dtyp
 def transformers_reader(
     name: str, *, device: torch.device | str = "cpu", low: bool = False, chunk: int = 16384
 ) -> TransformersReader:
-    """The reader of a causal model of `transformers` with its own tokenizer; code of the model's own is never run.
+    """The reader of a causal model of `transformers`, a folder or a name on the hub, with its own tokenizer.
 
-    `name` is a folder or a name on the hub; with `low` its weights are read as bfloat16, else as float32.
-
-    Raises:
-        ValueError: there is no such model, or its tokenizer lacks its files.
-        ImportError: `transformers` is missing; says how to install it.
+    Code of the model's own is never run. With `low` its weights are read as bfloat16, else as float32. A ValueError
+    where there is no such model, or its tokenizer lacks its files; an ImportError without `transformers`.
     """
     try:
         import transformers  # noqa: PLC0415
@@ -299,8 +286,5 @@ def weights_of(directory: Path) -> list[Path]:
 
 def _digest(directory: Path) -> str:
     """SHA-256 of what a model is: of the hashes of its config, which says how it rotates, and of its weights."""
-    whole = hashlib.sha256()
-    for path in (model_home(directory) / CONFIG, *weights_of(directory)):
-        with path.open("rb") as file:
-            whole.update(hashlib.file_digest(file, "sha256").digest())
-    return whole.hexdigest()
+    paths = (model_home(directory) / CONFIG, *weights_of(directory))
+    return sha256(b"".join(bytes.fromhex(file_sha256(path)) for path in paths))

@@ -97,14 +97,10 @@ def measure(opened: OpenModel, settings: Settings, log: Log) -> list[Record]:
 
 
 def measure_models(directories: Sequence[Path], settings: Settings, *, log: Log = print) -> list[list[Record]]:
-    """Measure the perplexity of trained models, once all of them are known to be measurable.
+    """Measure runs and saved models of transformers, once all are known to be measurable; the rows of each.
 
-    They are runs of `gape lm train` or `gape hf finetune`, or saved models of transformers. Without contexts in the
-    settings, those of `CONTEXTS` that a document fills. Returns the rows of each, old and new.
-
-    Raises:
-        ValueError: no language model, one of another tokenizer, or no document that is long enough.
-        BusyError: another process trains or measures a run.
+    Without contexts in the settings, those of `CONTEXTS` that a document fills. Refused are what is no language model,
+    another tokenizer, contexts that no document fills, and a run that another process measures (BusyError).
     """
     if not settings.evaluation.contexts:
         settings = _with_contexts(settings, log)

@@ -48,13 +48,10 @@ class Recipe:
 
 
 def load(path: str | Path, overrides: Iterable[str] = (), kind: str | None = None) -> Recipe:
-    """Read a recipe: a TOML file, or a name of :func:`gape.utils.recipe_files.available`.
+    """Read a recipe: a TOML file, or a name of :func:`gape.utils.recipe_files.available`, of a `kind` if one is named.
 
     `overrides` are "key=value" with dotted keys and TOML values; what is no TOML value is a string. They win over the
-    file, its variants and its sweep: a value for a swept key replaces the list. A recipe of another `kind` is refused.
-
-    Raises:
-        ValueError: names the file, and the key that is unknown, of the wrong type or out of range.
+    file, its variants and its sweep: a value for a swept key replaces the list. Errors name the file and the key.
     """
     file, extra = find(path), dict(override(text) for text in overrides)
     settings = read(file)

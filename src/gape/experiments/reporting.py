@@ -22,8 +22,7 @@ RULER_TABLES = {"markdown": "tables.md", "latex": "tables.tex"}
 def write_report(runs: Sequence[Path], out: Path, title: str | None = None, without: Sequence[str] = ()) -> Path:
     """Gather runs and write their report, but for some kinds of measurements; the page's path.
 
-    Raises:
-        ValueError: a path without results, or a kind that there is not.
+    Refused are a path without results, and a kind that there is not.
     """
     progress = Progress()
     with ProgressTable(progress, "page") as table, usable(runs):
@@ -46,8 +45,7 @@ def figure_lines(results: Path) -> list[str]:
 def draw(name: str, results: Path, out: Path, recipe: str | None = None) -> list[Path]:
     """Draw a figure of the paper from a directory of results, or from those of another recipe, into `out`.
 
-    Raises:
-        ValueError: no such figure, or no results for it; says which commands make them.
+    A ValueError where there is no such figure; without results for it, it says which commands make them.
     """
     entry = catalogue.figure(name)
     entry = replace(entry, recipe=recipe or entry.recipe)
@@ -78,11 +76,8 @@ def ruler_text(
 ) -> str:
     """The paper's RULER table from stored results, as a text; rows and tables also go to `out`.
 
-    With `ablation` it is the change of NLL against the model `full`, POSITION or POSITION:VARIANT; `form` is "text",
-    "markdown" or "latex".
-
-    Raises:
-        ValueError: an unknown format or precision, or no such rows.
+    With `ablation` it is the change of NLL against the model `full`, POSITION or POSITION:VARIANT. Refused are unknown
+    formats and precisions, and results without such rows.
     """
     if form not in FORMATS:
         raise invalid_argument("format", form, f"one of {', '.join(FORMATS)}")

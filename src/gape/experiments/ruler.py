@@ -59,10 +59,8 @@ def write(
 ) -> Iterator[Path]:
     """Write samples, each file at once; files of the same samples that are there stay. See `gape ruler generate`.
 
-    Without `tasks` every task is written that fits into a length; a task that is named has to fit.
-
-    Raises:
-        ValueError: a task does not fit into a length, a file is missing or broken, or the folder holds other samples.
+    Without `tasks` every task is written that fits into a length; a task that is named has to fit. Refused are also
+    missing and broken files, and a folder with other samples.
     """
     if whole("count", count) > MOST:
         raise invalid_argument("count", count, f"a whole number from 1 to {MOST:,}")
@@ -170,11 +168,7 @@ def measure(
 ) -> list[Record]:
     """Score every model on all samples; a row for each model, task and length. What was scored is not scored again.
 
-    `tokenizer` is that of runs of ours, `name` what to call a model of transformers, `out` the directory of the rows.
-
-    Raises:
-        ValueError: a model that cannot be read, or samples that do not fit; before any is scored, as far as that can be
-            known.
+    Models that cannot be read and samples that do not fit are refused before any is scored, as far as that is known.
     """
     if (out is not None or name is not None) and len(models) > 1:
         raise ValueError(f"out and name: got them for {len(models)} models, expected one")

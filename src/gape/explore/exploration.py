@@ -24,7 +24,6 @@ from gape.analysis.routing import score_bounds
 from gape.analysis.tap import Attended, tap
 from gape.cache.bounds import Limits
 from gape.cache.eviction import Account, Bounds, Candidates
-from gape.explore.rows import HeadRows
 from gape.explore.view import (
     EPS,
     FORMAT,
@@ -50,6 +49,8 @@ _BLOCK = 2**20
 _PREDICTIONS, _ROWS = 5, 256
 #: What a ForgettingCache adds to bounds that it measures, and the dtype that bytes are counted in.
 _MARGIN, _CACHED = 0.125, torch.bfloat16
+#: In the place of −∞, which would make NaN of a product with zero.
+_HIDDEN = -1e30
 #: Strips of tiles that are kept: those of a screen at a few levels.
 _STRIPS = 24
 
@@ -67,12 +68,7 @@ class Mark:
 
 @dataclass
 class Exploration:
-    """A view, and what its layers attended with.
-
-    Attributes:
-        view: every head at 256 × 256 cells.
-        layers: what each layer attended with, for :meth:`tile` and :meth:`row`.
-    """
+    """A view of every head at 256 × 256 cells, and what its layers attended with, for :meth:`tile` and :meth:`row`."""
 
     view: View
     layers: list[Attended] = field(repr=False)
@@ -90,14 +86,8 @@ class Exploration:
     def tile(self, kind: str, layer: int, head: int, level: int, row: int, column: int) -> Bytes:
         """A part of a map, (256, 256): each cell has the largest attention of its queries to its keys.
 
-        Args:
-            kind: "gated", or "plain" with the layer's gates at zero.
-            layer, head: counted from 0; the head is a query head.
-            level: cells have :func:`gape.explore.view.cell_size` >> level tokens.
-            row, column: which tile, from the first query and key.
-
-        Raises:
-            ValueError: there is no such tile.
+        `kind` is "gated", or "plain" with the layer's gates at zero; cells have :func:`gape.explore.view.cell_size` >>
+        level tokens; row and column count tiles from the first query and key. Others than there are, are refused.
         """
         sizes = dict(levels(self.view.header["tokens"]))
         self._check(kind, layer, head)
@@ -151,11 +141,8 @@ def explore(
     Args:
         model: a :class:`gape.GPT`, or a :class:`gape.hf.LanguageModel` around a model of transformers with gates, in
             eval mode.
-        ids: integer (1, N), N ≥ 2, on the model's device.
-        decode: the text of a token.
-        title: of the page.
-        about: what the page says of the model, such as its name; plain JSON.
-        marks: tokens to underline.
+        ids: integer (1, N), N ≥ 2, on the model's device; `decode` gives the text of one.
+        title, about, marks: what the page says of the model and the text; `about` is plain JSON.
         sources: int64 (N,), for each query the key that holds what it should retrieve, −1 for none. None takes the
             token that followed the last earlier occurrence of the query's own token.
         progress: called with the number of layers that are done.
@@ -191,22 +178,18 @@ def explore(
     width = layers[0].k.size(-1)
     # Of a key with its value, exposure and position in the pages of a cache.
     bytes_per_key = page_layout(width, width, _CACHED).nbytes // PAGE
+    gated = layers[0].gates is not None
+    sizes = {
+        "layers": len(layers), "n_heads": layers[0].q.size(1), "n_kv_heads": layers[0].k.size(1), "head_dim": width,
+        "context_length": layers[0].context_length if gated else None,
+    }  # fmt: skip
     header = {
-        "format": FORMAT, "version": VERSION, "title": title, "model": about | _sizes(layers), "tokens": ids.size(1),
-        "gated": layers[0].gates is not None, "tile": TILE, "cell": cell_size(ids.size(1)),
+        "format": FORMAT, "version": VERSION, "title": title, "model": about | sizes, "tokens": ids.size(1),
+        "gated": gated, "tile": TILE, "cell": cell_size(ids.size(1)),
         "least_weight": LEAST_WEIGHT, "eps": list(EPS), "bytes_per_key": bytes_per_key, "vocabulary": texts.known,
         "marks": [vars(mark) for mark in marks], "retrieval": "repeats" if sources is None else "answer", "full": {},
     }  # fmt: skip
     return Exploration(View(header, arrays), layers)
-
-
-def _sizes(layers: list[Attended]) -> dict[str, Any]:
-    q, k = layers[0].q, layers[0].k
-    length = layers[0].context_length if layers[0].gates is not None else None
-    return {
-        "layers": len(layers), "n_heads": q.size(1), "n_kv_heads": k.size(1), "head_dim": q.size(-1),
-        "context_length": length,
-    }  # fmt: skip
 
 
 def followers(ids: Tensor) -> Tensor:
@@ -350,3 +333,48 @@ class _Vocabulary:
                 self.known.append(self._decode(token))
         places: npt.NDArray[np.int32] = np.vectorize(self._places.__getitem__, otypes=[np.int32])(ids)
         return places
+
+
+class HeadRows:
+    """Attention weights of one query head of a layer, for one sequence; `gated` says whether its gates count.
+
+    The gates' bias −c_i · u_j · (i − j) is a product of two coordinates of q and k, so one product of matrices gives
+    whole logits. That is the paper's factorisation in float32, with positions counted from the block, where it is exact
+    enough.
+    """
+
+    def __init__(self, attended: Attended, head: int, gated: bool) -> None:
+        self._attended, self._head = attended, head
+        self._direct = attended.adds_bias or not attended.visibility.index_order
+        shared = head // (attended.q.size(1) // attended.k.size(1))
+        self._q, self._k = attended.scale * attended.q[0, head].float(), attended.k[0, shared].float()
+        self._rate = self._exposure = None
+        if gated and attended.rate is not None and attended.landmark is not None:
+            self._rate, self._exposure = attended.rate[0, head].float(), 1 - attended.landmark[0, shared].float()
+            self._q, self._k = (torch.cat((x, x.new_zeros(len(x), 2)), dim=-1) for x in (self._q, self._k))
+            self._k[:, -2] = self._exposure
+
+    @torch.no_grad()
+    def weights(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Attention of queries start … stop − 1 to keys 0 … stop − 1, (queries, keys), and entropy (queries,), float32.
+
+        Where positions are not those of the tensors, to all keys.
+        """
+        if self._direct:
+            weights = self._attended.weights(start, stop, self._head)[0, 0].float()
+            return weights, torch.special.entr(weights).sum(-1)
+        logits = self._logits(start, stop)
+        logits[:, start:].masked_fill_(torch.ones_like(logits[:, start:], dtype=torch.bool).triu(1), _HIDDEN)
+        weights = logits.softmax(-1)
+        # log Σ exp a from the largest logit and its weight; the entropy is that less the mean logit.
+        total = logits.amax(-1) - weights.amax(-1).log()
+        return weights, total - torch.linalg.vecdot(weights, logits)
+
+    def _logits(self, start: int, stop: int) -> Tensor:
+        if self._rate is None or self._exposure is None:
+            return self._q[start:stop] @ self._k[:stop].T
+        q, rate = self._q[start:stop], self._rate[start:stop]
+        q[:, -2] = -rate * torch.arange(stop - start, device=q.device)
+        q[:, -1] = rate
+        self._k[:stop, -1] = self._exposure[:stop] * torch.arange(-start, stop - start, device=q.device)
+        return q @ self._k[:stop].T

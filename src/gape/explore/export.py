@@ -46,12 +46,9 @@ def policy(*inline: str) -> str:
 
 
 def page(view: View, exploration: Exploration | None = None, heads: Sequence[tuple[int, int]] = ()) -> str:
-    """The page as text.
+    """The page as text; maps of `heads`, (layer, query head), go into it as fine as its size allows.
 
-    Args:
-        view: what it shows.
-        exploration: where finer maps of `heads` come from; None takes what the view has.
-        heads: (layer, query head) whose maps go into the page as fine as its size allows.
+    They come from `exploration`; without it the page has what the view has.
     """
     if exploration is not None and heads:
         view = with_full_maps(exploration, heads)

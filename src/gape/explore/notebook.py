@@ -52,13 +52,16 @@ def show(
         tokenizer: of :func:`gape.data.load_tokenizer` or transformers; None takes bytes for a vocabulary of 257, and
             for a model of transformers the tokenizer beside its weights.
         heads: (layer, query head) whose maps the page has in full; for short texts that is every head.
-        height: of the frame, in pixels.
 
     Raises:
         ValueError: no tokenizer is known, or a model without gates of ours.
     """
     tokenizer = _tokenizer(model) if tokenizer is None else tokenizer
-    reader = model if isinstance(model, GPT) else _wrapped(model)
+    reader = model
+    if not isinstance(model, GPT):
+        from gape.hf import LanguageModel  # noqa: PLC0415
+
+        reader = model if isinstance(model, LanguageModel) else LanguageModel(model)
     ids = tokenizer.encode(text) if isinstance(text, str) else [int(token) for token in text]
     device = next(reader.parameters()).device
     exploration = explore(
@@ -76,12 +79,6 @@ def token_text(tokenizer: Any) -> Callable[[int], str]:
     before = list(tokenizer.encode("a"))[-1:]
     skipped = len(tokenizer.decode(before))
     return lambda token: str(tokenizer.decode([*before, int(token)]))[skipped:]
-
-
-def _wrapped(model: Any) -> Any:
-    from gape.hf import LanguageModel  # noqa: PLC0415
-
-    return model if isinstance(model, LanguageModel) else LanguageModel(model)
 
 
 def _tokenizer(model: Any) -> Any:

@@ -24,18 +24,10 @@ _HTML, _BINARY = "text/html; charset=utf-8", "application/octet-stream"
 
 
 class Explorer(ThreadingHTTPServer):
-    """Serves the page of one view; `serve_forever` runs it, and a signal ends it at once.
+    """Serves the page of one view at `url`; `serve_forever` runs it, and a signal ends it at once.
 
-    Args:
-        view: what the page shows.
-        exploration: computes finer maps; None serves what the view has.
-        port: 0 takes a free one.
-
-    Attributes:
-        url: of the page, with the token that every request has to have.
-
-    Raises:
-        ValueError: the port is taken, or needs other rights.
+    `exploration` computes finer maps; None serves what the view has. Port 0 takes a free one; one that is taken, or
+    needs other rights, is refused.
     """
 
     daemon_threads = True

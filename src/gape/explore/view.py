@@ -62,12 +62,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass
 class View:
-    """One text read by one model.
-
-    Attributes:
-        header: what the arrays are of; plain JSON.
-        arrays: by name.
-    """
+    """One text read by one model: a header of plain JSON, and arrays by name."""
 
     header: dict[str, Any]
     arrays: dict[str, npt.NDArray[Any]] = field(default_factory=dict)

@@ -31,11 +31,7 @@ def lora_config(model: Any, **options: Any) -> Any:
     """A `peft.LoraConfig` for an injected model: adapters on its attention projections, gates saved with them.
 
     :func:`load_adapter` loads it, and puts gates into the base first. A base with other gates is refused; peft itself
-    warns of one without.
-
-    Args:
-        model: with gates.
-        **options: of `LoraConfig`, such as r and lora_alpha; they win over what is chosen here.
+    warns of one without. Options of `LoraConfig`, such as r and lora_alpha, win over what is chosen here.
 
     Raises:
         ImportError: peft is not installed.
@@ -56,16 +52,15 @@ def lora_config(model: Any, **options: Any) -> Any:
 
 
 def load_adapter(base: Any, name: Any, **options: Any) -> Any:
-    """A base model with an adapter on it, after gates of the adapter's own settings were put into the base.
+    """A `peft.PeftModel`: a base with an adapter, after gates of the adapter's own settings were put into the base.
+
+    Its merge_and_unload gives the model with gates, and the adapter merged into it.
 
     Args:
         base: the model that the adapter was trained on, with gates of the same settings or without gates. Gates are put
             into it in place.
         name: the adapter's directory, or its name on the hub.
         **options: of `peft.PeftModel.from_pretrained`, such as is_trainable.
-
-    Returns:
-        A `peft.PeftModel`; its merge_and_unload gives the model with gates, and the adapter merged into it.
 
     Raises:
         ImportError: peft is not installed.
@@ -109,15 +104,8 @@ def _peft() -> Any:
 def add_lora(model: Any, rank: int, seed: int = 0) -> Any:
     """Put LoRA matrices beside the projections of a model, in place; these and its gates learn, all else is frozen.
 
-    The model keeps its class, so whatever trained it before trains it now.
-
-    Args:
-        model: of a family in `gape.hf.families`, with gates or without.
-        rank: of the matrices, which count twice their product.
-        seed: of their first values.
-
-    Returns:
-        The tuner of peft; its `merge_and_unload()` adds the matrices to the weights and takes them out again.
+    The model, with gates or without, keeps its class, so whatever trained it before trains it now. The matrices count
+    twice their product. Returns the tuner of peft, whose `merge_and_unload()` adds them to the weights.
 
     Raises:
         ImportError: peft is not installed.

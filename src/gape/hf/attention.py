@@ -58,11 +58,8 @@ def attend_in_transformers(
 ) -> tuple[Tensor, Tensor | None]:
     """:func:`gape.models.attention_steps.attend_layer` under a mask of `transformers` and with a cache for it.
 
-    Args:
-        layer, x, positions, embeddings, attend: as there.
-        mask, cache: of `transformers`, or None. Caches in pages do not read the mask, and know the layer by its owner.
-        config: of the model, which names its attention implementation.
-        **packing: settings of :class:`gape.hf.cache.PackedKeys`.
+    Caches in pages do not read the mask, and know the layer by its owner; for others `packing` are the settings of
+    :class:`gape.hf.cache.PackedKeys`. `config` names the attention implementation.
     """
     if layer.gates is not None and isinstance(cache, PagesForTransformers):
         real = cache.real_tokens(mask, x.size(1), x.size(0))
@@ -76,12 +73,8 @@ def attend_in_transformers(
 class Wiring:
     """What an injected module needs besides its parameters.
 
-    Attributes:
-        family: of the model.
-        context_length: T.
-        first_layer: number of the first injected layer.
-        scheme: a rotation in place of the model's own; None keeps that.
-        softcap: whether the model caps its logits.
+    `first_layer` is the number of the first injected one. `scheme` is a rotation in place of the model's own; None
+    keeps that. `softcap` says whether the model caps its logits.
     """
 
     family: Family
@@ -154,15 +147,17 @@ class InjectedAttention(Skips):
     ) -> tuple[Tensor, Tensor | None]:
         """hidden_states (B, N, E) → (B, N, E), and weights where the dense form ran.
 
-        Raises:
-            ValueError: there are no positions, or an argument that gates cannot honour.
+        A ValueError where there are no positions, or an argument that gates cannot honour.
         """
         if kwargs.get("encoder_hidden_states") is not None or kwargs.get("head_mask") is not None:
             raise ValueError("encoder_hidden_states, head_mask: got a value, expected None in a layer with gates")
         refuse_paged(kwargs)
         refuse_head_masks(self)
-        if self._forward_pre_hooks:
-            _refuse_context_parallelism(self._forward_pre_hooks)
+        if any(getattr(hook, "__name__", "") == ACCELERATE_HOOK for hook in self._forward_pre_hooks.values()):
+            raise ValueError(
+                "context parallelism: accelerate drops masks and slices positions that gates read, expected "
+                "gape.distributed.context_parallel"
+            )
         # GPT-NeoX has a name of its own for it.
         cache = kwargs.get("layer_past") if past_key_values is None else past_key_values
         if cache is not None and self.layer_idx == self.gape_wiring.first_layer:
@@ -237,14 +232,6 @@ class InjectedAttention(Skips):
 def injected_class(base: type[nn.Module]) -> type[nn.Module]:
     """The subclass of an attention class that attends under gates."""
     return type(f"Gape{base.__name__}", (InjectedAttention, base), {"gape_base": base, "__module__": __name__})
-
-
-def _refuse_context_parallelism(hooks: dict[int, Any]) -> None:
-    if any(getattr(hook, "__name__", "") == ACCELERATE_HOOK for hook in hooks.values()):
-        raise ValueError(
-            "context parallelism: accelerate drops masks and slices positions that gates read, expected "
-            "gape.distributed.context_parallel"
-        )
 
 
 def _positions(kwargs: dict[str, Any], batch: int) -> Tensor:

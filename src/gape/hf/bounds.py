@@ -63,9 +63,7 @@ def injected_layers(model: Any) -> list[InjectedLayer]:
 def layer_specs(model: Any, rule: EvictionRule | None) -> list[LayerSpec]:
     """The layers of a model with gates as a cache sees them, with the bounds that a rule needs.
 
-    Raises:
-        ValueError: no layer has gates, one that has caps its logits or has a window, or the rule needs gates or floors
-            that are not there.
+    Refused are models without gates, layers that cap logits or have a window, and floors or gates that are missing.
     """
     from gape.hf.modeling_gape import GapeForCausalLM  # noqa: PLC0415
 
@@ -73,9 +71,8 @@ def layer_specs(model: Any, rule: EvictionRule | None) -> list[LayerSpec]:
         return gpt_specs(model.gpt, rule)
     layers = injected_layers(model)
     if not layers:
-        raise invalid_argument(
-            "model", type(model).__name__, "one with gates: of gape.hf.inject, or a gape.hf.GapeForCausalLM"
-        )
+        expected = "one with gates: of gape.hf.inject, or a gape.hf.GapeForCausalLM"
+        raise invalid_argument("model", type(model).__name__, expected)
     bare = set(range(model.config.num_hidden_layers)) - {layer.spec.number for layer in layers}
     if rule is not None and bare and not rule.partial:
         raise ValueError(f"model: layer {min(bare)} has no gates and evicts nothing; expected some, or partial=True")
@@ -154,9 +151,8 @@ def _limits(layer: InjectedLayer, stretch: float, evenly: bool) -> Limits:
         return Limits(rate=least_rates(spec), reach=reach, own=product, jitter=product)
     norm = next(iter(_norms(parent)), None)
     if norm is None:
-        raise invalid_argument(
-            "model", type(parent).__name__, "a norm before the projections; bounds='queries' needs none"
-        )
+        expected = "a norm before the projections; bounds='queries' needs none"
+        raise invalid_argument("model", type(parent).__name__, expected)
     size = int(module.config.hidden_size)
     shift = torch.zeros(size, dtype=torch.float64)
     if isinstance(norm, nn.LayerNorm):

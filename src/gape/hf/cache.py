@@ -48,18 +48,11 @@ def furthest(dtype: torch.dtype) -> int:
 
 
 def pack(k: Tensor, landmark: Tensor | None, positions: Tensor) -> Tensor:
-    """Keys with their landmarks and positions.
+    """Keys (B, Hk, N, D) with their landmarks and positions: (B, Hk, N, D + extra_width) in k's dtype.
 
-    Args:
-        k: (B, Hk, N, D).
-        landmark: (B, Hk, N) in float32 or float64; None stands for zeros.
-        positions: integer (N,) or (B, N), no further from 0 than :func:`furthest`.
-
-    Returns:
-        (B, Hk, N, D + extra_width) in k's dtype. Keys are NaN at positions beyond that, on a device and in a graph.
-
-    Raises:
-        ValueError: positions beyond that, where they can be read without waiting for a device.
+    Landmarks are (B, Hk, N) in float32 or float64; None stands for zeros. Positions are integer (N,) or (B, N), no
+    further from 0 than :func:`furthest`. Beyond that keys are NaN on a device and in a graph, and a ValueError where
+    positions can be read without waiting for a device.
     """
     near = inputs.near_positions(positions, furthest(k.dtype))
     if near is not positions:
@@ -95,11 +88,9 @@ def unpack(packed: Tensor, width: int, *, by_head: bool = False) -> tuple[Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class PackedKeys:
-    """A layer of a cache of `transformers`, whose keys carry their landmarks and positions.
+    """A layer, by number, of a cache of `transformers` whose keys carry their landmarks and positions.
 
     Attributes:
-        cache: of `transformers`.
-        layer: its number.
         cache_position: integer (N,), for caches of transformers before 5.4.
         key_width: the least width of a cached key; it is wider where its landmark and position take more.
         stores_positions: whether keys carry their positions without gates too.
@@ -153,12 +144,8 @@ class PackedKeys:
 def refuse_uneven(cache: Any, layer: int, n: int) -> None:
     """Refuse a cache in which only some layers have the tokens of an earlier call that broke off.
 
-    Its length is not read in a compiled graph, nor from a device other than the CPU, which would have to be waited for.
-
-    Args:
-        cache: of `transformers`, of any kind.
-        layer: the number of the layer that is called; those before it have the new tokens already.
-        n: how many tokens are new.
+    `layer` is called with n new tokens, which those before it have already. The length is not read in a compiled graph,
+    nor from a device other than the CPU, which would have to be waited for.
     """
     if torch.compiler.is_compiling():
         return

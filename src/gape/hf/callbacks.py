@@ -17,19 +17,14 @@ PROTECTED = 0.5
 
 
 class GateCallback(TrainerCallback):  # type: ignore[misc]
-    """Logs, whenever the Trainer does, how far each layer attends and how many keys it protects.
+    """Logs, whenever the Trainer does, how far each layer attends and how many keys it protects, in the last batch.
 
-    `trainer.add_callback(gape.hf.GateCallback(trainer))`. The numbers are those of the last batch:
-
-    - gates/layer_3/horizon: tokens after which a key loses one nat, at the layer's mean rate over queries, keys and
-      heads, T / mean(Γ·g·(1 − l)). It is left out while nothing fades, as at an identity start.
-    - gates/layer_3/landmarks: the part of keys with a landmark above 0.5.
-
-    Args:
-        trainer: of a model that :func:`gape.hf.inject` was called on. It logs to where it logs its losses.
+    `trainer.add_callback(gape.hf.GateCallback(trainer))` logs gates/layer_3/landmarks, the part of keys with a landmark
+    above 0.5, and gates/layer_3/horizon: tokens after which a key loses one nat, at the layer's mean rate over queries,
+    keys and heads, T / mean(Γ·g·(1 − l)). It is left out while nothing fades, as at an identity start.
 
     Raises:
-        ValueError: its model has no such gates.
+        ValueError: the trainer's model has no gates of :func:`gape.hf.inject`.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -37,9 +32,8 @@ class GateCallback(TrainerCallback):  # type: ignore[misc]
         self._values: dict[str, tuple[RetrofitGates, Tensor, Tensor]] = {}
         self._hooks: list[Any] = []
         if not _gates_of(trainer.model):
-            raise invalid_argument(
-                "trainer", type(trainer.model).__name__, "one of a model with gates of gape.hf.inject"
-            )
+            expected = "one of a model with gates of gape.hf.inject"
+            raise invalid_argument("trainer", type(trainer.model).__name__, expected)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Begin to read what gates say."""
@@ -56,6 +50,8 @@ class GateCallback(TrainerCallback):  # type: ignore[misc]
         """Log with every loss that is logged."""
         if control.should_log and self._values:
             self.trainer.log(self.statistics())
+            # Whoever logs is taken to have logged the loss, and Trainer would leave it out.
+            control.should_log = True
 
     def statistics(self) -> dict[str, float]:
         """What is logged, of the last batch."""

@@ -20,9 +20,9 @@ _FIELDS = re.compile(r"\A---\n(.*?)\n---\n", re.DOTALL)
 
 
 def origin(config: Any) -> dict[str, str]:
-    """What the config of a model tells of its origin: "base_model", its name, and "license", each if known.
+    """What a config tells of its model's origin: "base_model", its name, and "license", each if known; offline.
 
-    The licence is that of the card in its directory. Nothing is downloaded.
+    The licence is that of the card in its directory.
     """
     name = str(getattr(config, "_name_or_path", "") or "")
     fields: dict[str, str] = {}
@@ -66,7 +66,12 @@ def _card(model: Any) -> str:
         notes = {"position": config.position, "context_length": config.context_length}
     family = getattr(type(model), "gape_base", type(model)).__name__
     base, context = notes.get("base_model"), getattr(config, "max_position_embeddings", None)
-    lines = [*_hub_fields(notes), MARK, "", f"# {base or family} with Gated Adaptive Positional Encoding", ""]
+    lines = ["---"]
+    if _HUB_NAME.fullmatch(str(base or "")):
+        lines += [f"base_model: {base}", "base_model_relation: finetune"]
+    lines += [f"license: {notes.get('license') or 'unknown'}", "library_name: transformers"]
+    lines += ["pipeline_tag: text-generation", "tags:", "- gape", "- long-context", "---"]
+    lines += [MARK, "", f"# {base or family} with Gated Adaptive Positional Encoding", ""]
     lines += [
         "```", "pip install 'gape[hf]'", "```", "", "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer", "", 'name = "this directory"',
@@ -88,15 +93,6 @@ def _card(model: Any) -> str:
         lines += ["| layer | Γ, mean | Γ, range | b_g, mean | b_l, mean |", "|---:|---:|---|---:|---:|"]
         lines += [*rows, "", "</details>"]
     return "\n".join([*lines, ""])
-
-
-def _hub_fields(notes: Mapping[str, Any]) -> list[str]:
-    """The fields between two lines of ---."""
-    base = str(notes.get("base_model") or "")
-    fields = [f"base_model: {base}", "base_model_relation: finetune"] if _HUB_NAME.fullmatch(base) else []
-    fields += [f"license: {notes.get('license') or 'unknown'}", "library_name: transformers"]
-    fields += ["pipeline_tag: text-generation", "tags:", "- gape", "- long-context"]
-    return ["---", *fields, "---"]
 
 
 def _measured(measured: Mapping[str, Any] | None) -> list[str]:

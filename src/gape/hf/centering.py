@@ -34,7 +34,7 @@ def center_keys(model: Any, ids: Tensor) -> int:
         ids: (B, N) tokens of texts, N of 16 or more, on the model's device.
 
     Returns:
-        How many coordinates of keys have a mean now, in all layers together; 0 where a scheme turns them all.
+        How many coordinates of keys have a mean now, in all layers; 0 where a scheme turns them all.
 
     Raises:
         ValueError: a model without gates, or ids of another shape.

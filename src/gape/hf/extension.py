@@ -53,16 +53,10 @@ def default_free(model: Any) -> int:
 
 
 def floor_plan(model: Any, head_score: Tensor, free: int, ids: Tensor, **options: Any) -> FloorPlan:
-    """A plan for a model without gates: every head turns within its trained range, and most have a floor.
+    """A plan for a model without gates: every head turns within its trained range, and all but `free` have a floor.
 
-    Rotations that meet no new angle need no floor; these floors are for the cache. Scores are those measured on a text.
-
-    Args:
-        model: on its device, in eval mode.
-        head_score: (L, Hk), of :func:`gape.hf.heads.head_scores`.
-        free: key heads without a floor.
-        ids: (B, N), the text, on the model's device.
-        **options: of :func:`gape.hf.plan_floors`, in place of those chosen here.
+    Rotations that meet no new angle need no floor; these floors are for the cache. Scores (L, Hk) are those of
+    :func:`gape.hf.heads.head_scores`, bounds are measured on ids (B, N). Options of :func:`gape.hf.plan_floors` win.
     """
     chosen: dict[str, Any] = {
         "free": free, "scores": head_score, "bounds": "scores", "ids": ids, "position": "hope", "least": FLOOR,

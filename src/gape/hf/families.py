@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -186,7 +186,7 @@ class Family:
 
     def modules(self, model: nn.Module) -> list[Any]:
         """The self-attention modules of a model, first layer first."""
-        modules = [module for module in model.modules() if self.attention in _ancestry(module)]
+        modules = [m for m in model.modules() if any(self.attention == kind.__name__ for kind in type(m).__mro__)]
         return [module for module in modules if not getattr(module, "is_cross_attention", False)]
 
     def __reduce__(self) -> Any:
@@ -213,11 +213,7 @@ def _rotate_first(rotation: Rotation, q: Tensor, k: Tensor, cos: Tensor, sin: Te
 
 
 def family_of(model: Any) -> Family:
-    """The family of a causal language model.
-
-    Raises:
-        ValueError: it is of no family in :data:`ATTENTION`; says which there are.
-    """
+    """The family of a causal language model; a ValueError says which there are in :data:`ATTENTION`."""
     known = ", ".join(ATTENTION)
     if not isinstance(model, transformers.PreTrainedModel):
         raise invalid_argument("model", model, f"a causal language model of transformers: {known}")
@@ -245,8 +241,7 @@ def family_named(model_type: str) -> Family:
 def rope_theta(config: Any) -> float:
     """The base of a model's rotary frequencies, in any version of `transformers`.
 
-    Raises:
-        ValueError: it has none, or several, or rescales them.
+    Refused are models without one, with several, and those that rescale them.
     """
     parameters = getattr(config, "rope_parameters", None) or {"rope_theta": getattr(config, "rope_theta", None)}
     scaling = getattr(config, "rope_scaling", None) or parameters
@@ -280,7 +275,3 @@ def window_of(module: Any) -> int | None:
     else:
         window = getattr(config, "sliding_window", None)
     return int(window) if window else None
-
-
-def _ancestry(module: nn.Module) -> Iterator[str]:
-    return (parent.__name__ for parent in type(module).__mro__)

@@ -178,14 +178,12 @@ def _sizes(data: bytes, path: str | Path) -> Sizes:
     positive = all(value > 0 for value in (*sizes[:5], sizes.length)) and sizes.vocabulary != 0
     # Coordinates of a head rotate in pairs.
     if not positive or sizes.width % (2 * sizes.heads) or sizes.heads % sizes.kv_heads:
-        raise invalid_argument(
-            "path", str(path), "model.bin of llama2.c (version 0, float32); its first numbers are no sizes"
-        )
+        expected = "model.bin of llama2.c (version 0, float32); its first numbers are no sizes"
+        raise invalid_argument("path", str(path), expected)
     needed = _HEADER.size + 4 * sum(math.prod(shape) for shape in sizes.shapes().values())
     if len(data) < needed:
-        raise invalid_argument(
-            "path", f"{path} of {len(data):,} bytes", f"model.bin of llama2.c, {needed:,} bytes by its sizes"
-        )
+        expected = f"model.bin of llama2.c, {needed:,} bytes by its sizes"
+        raise invalid_argument("path", f"{path} of {len(data):,} bytes", expected)
     return sizes
 
 
@@ -234,9 +232,8 @@ def _pieces(data: bytes, count: int, path: str | Path) -> list[tuple[str, float]
             pieces.append((text.decode().replace(" ", "▁"), float(score)))
             at += 8 + size
     except (struct.error, ValueError) as error:
-        raise invalid_argument(
-            "tokenizer", str(path), f"tokenizer.bin of llama2.c with {count:,} pieces ({error})"
-        ) from error
+        expected = f"tokenizer.bin of llama2.c with {count:,} pieces ({error})"
+        raise invalid_argument("tokenizer", str(path), expected) from error
     return [*((name, 0.0) for name in _FIXED), *pieces[len(_FIXED) :]]
 
 

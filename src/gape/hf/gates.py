@@ -116,9 +116,8 @@ class Settings:
         values = {key: value for key, value in stored.items() if key not in NOTES}
         names = {field.name for field in fields(cls)}
         if "context_length" not in values or not names.issuperset(values):
-            raise invalid_argument(
-                "config.gape", sorted(values), f"context_length, and nothing but {', '.join(sorted(names))}"
-            )
+            expected = f"context_length, and nothing but {', '.join(sorted(names))}"
+            raise invalid_argument("config.gape", sorted(values), expected)
         layers = values.get("layers")
         return cls(**{**values, "layers": None if layers is None else tuple(layers)})
 
@@ -229,10 +228,8 @@ def warn_of_idle(model: nn.Module, state: Mapping[str, Tensor] | None = None) ->
 def refuse_other_settings(stored: Tensor | list[int] | None, own: Settings, source: str) -> None:
     """Refuse gates that were trained with another T, or under other settings of an injection than the model's.
 
-    `stored` is what :meth:`Settings.fingerprint` gave when the gates were saved; None accepts all.
-
-    Raises:
-        ValueError: names the source, and the stored T or the settings that differ, with the model's values of them.
+    `stored` is what :meth:`Settings.fingerprint` gave when the gates were saved; None accepts all. The error names the
+    source, and the stored T or the settings that differ, with the model's values of them.
     """
     if isinstance(stored, Tensor):
         stored = None if stored.device.type == "meta" else stored.to(torch.int64).tolist()
@@ -255,7 +252,7 @@ def parameters(model: Any, which: str = "gates") -> list[nn.Parameter]:
     """Parameters of a model with gates, for an optimiser.
 
     Args:
-        model: a model that gates were put into, or a :class:`gape.hf.GapeForCausalLM` with gates.
+        model: with gates of :func:`gape.hf.inject`, or a :class:`gape.hf.GapeForCausalLM`.
         which: "gates", "gates+qk" (the projections of q and k and their norms too; where q, k and v share one
             projection, that one), or "all".
 
@@ -269,7 +266,13 @@ def parameters(model: Any, which: str = "gates") -> list[nn.Parameter]:
     if not has_gates(model):
         raise invalid_argument("model", type(model).__name__, "one with gates, as gape.hf.inject makes it")
     gates = [p for m in model.modules() if isinstance(m, GAPEGates) for p in m.parameters()]
-    return gates if which == "gates" else gates + _qk_parameters(model)
+    if which == "gates":
+        return gates
+    own = [p for m in model.modules() if isinstance(m, GAPEAttention) for p in m.qkv.parameters()]
+    if own:
+        return gates + own
+    family = family_of(model)
+    return gates + [p for module in family.modules(model) for _, p in qk_modules(module, family)]
 
 
 def parameter_groups(
@@ -299,14 +302,6 @@ def parameter_groups(
 def has_gates(model: nn.Module) -> bool:
     """Whether any layer of a model has gates."""
     return any(isinstance(module, GAPEGates) for module in model.modules())
-
-
-def _qk_parameters(model: Any) -> list[nn.Parameter]:
-    own = [p for module in model.modules() if isinstance(module, GAPEAttention) for p in module.qkv.parameters()]
-    if own:
-        return own
-    family = family_of(model)
-    return [p for module in family.modules(model) for _, p in qk_modules(module, family)]
 
 
 def qk_modules(module: nn.Module, family: Family) -> Iterator[tuple[str, nn.Parameter]]:

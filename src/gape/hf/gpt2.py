@@ -48,11 +48,8 @@ def extend_positions(model: Any, length: int) -> Any:
     """Lengthen a GPT-2's table of positions, in place: its rows stay, and new ones repeat them from the first on.
 
     Args:
-        model: a GPT2LMHeadModel, before or after gates were put in.
+        model: a GPT2LMHeadModel, before or after gates were put in; it is returned.
         length: positions in all.
-
-    Returns:
-        The model.
 
     Raises:
         ValueError: no learned positions, or a length below theirs.

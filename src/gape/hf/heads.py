@@ -5,8 +5,7 @@ Shapes: N tokens, L layers, Hq / Hk query / key heads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,7 +50,7 @@ def read_layers(model: Any, ids: Tensor, read: Callable[[Any, Tensor, Any], None
 
 @torch.no_grad()
 def head_scores(model: Any, texts: Sequence[tuple[Tensor, Sequence[int], int]]) -> Tensor:
-    """The retrieval score of each key head: the attention that it gives to the text that an answer repeats.
+    """The retrieval score of each key head, (L, Hk) from 0 to 1, float32 on the CPU.
 
     Of a query head: the attention that the queries which predict the answer's tokens give to the tokens that it
     repeats, summed over those tokens, mean over those queries and over texts. Of a key head: the largest of its query
@@ -61,9 +60,6 @@ def head_scores(model: Any, texts: Sequence[tuple[Tensor, Sequence[int], int]]) 
         model: a causal language model without gates, in eval mode.
         texts: ids (N,) of a prompt and its answer, the numbers of the prompt's tokens that the answer repeats, and how
             many of the last tokens are the answer.
-
-    Returns:
-        (L, Hk), float32, on the CPU; each from 0 to 1.
 
     Raises:
         ValueError: gates, or tokens that are not where they should be.
@@ -91,22 +87,16 @@ def _text_scores(model: Any, ids: Tensor, source: Sequence[int], answer: int) ->
         cache = model.base_model(part, past_key_values=cache, use_cache=True).past_key_values
     # The query of a token predicts the next one; nothing is predicted from the last.
     queries = ids[:, first - 1 : -1]
-    with _own_forwards(family_of(model).modules(model)):
+    bare = [module for module in family_of(model).modules(model) if "forward" not in vars(module)]
+    try:
         output = model.base_model(queries, past_key_values=cache, use_cache=True, output_attentions=True)
+    finally:
+        # Transformers 4 leaves it behind after output_attentions.
+        for module in bare:
+            vars(module).pop("forward", None)
     masses = torch.stack([_mass(weights[0], places, ids.size(1) - 1) for weights in output.attentions])
     layers, n_heads, n_kv_heads = sizes(model)
     return masses.view(layers, n_kv_heads, n_heads // n_kv_heads).amax(-1)
-
-
-@contextmanager
-def _own_forwards(modules: Sequence[Any]) -> Iterator[None]:
-    """Remove what transformers 4 leaves in modules after output_attentions: a `forward` attribute."""
-    bare = [module for module in modules if "forward" not in vars(module)]
-    try:
-        yield
-    finally:
-        for module in bare:
-            vars(module).pop("forward", None)
 
 
 def _mass(weights: Tensor, places: Tensor, total: int) -> Tensor:

@@ -110,7 +110,10 @@ def _ungated_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What layers without gates run under our names: `sdpa`, or the dense form where logits are capped."""
-    if softcap is not None and _caps_logits(module):
+    settings = getattr(module.config, "gape", None)
+    # Always, except in a model whose implementation did not cap them before.
+    caps = bool(settings["softcap"]) if isinstance(settings, dict) else True
+    if softcap is not None and caps:
         scale = query.size(-1) ** -0.5 if scaling is None else scaling
         out, weights = dense_attention(query, key, value, None, mask=attention_mask, scale=scale, softcap=softcap)
         return out.transpose(1, 2).contiguous(), weights
@@ -118,12 +121,6 @@ def _ungated_attention(
         module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
     )
     return answer
-
-
-def _caps_logits(module: Any) -> bool:
-    """Whether a layer's logits are capped: always, except in a model whose implementation did not cap them before."""
-    settings = getattr(module.config, "gape", None)
-    return bool(settings["softcap"]) if isinstance(settings, dict) else True
 
 
 def masked_attention(
@@ -142,17 +139,14 @@ def masked_attention(
     auto: str = "auto",
     skips: float = 0.0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Attend under a mask of `transformers`, with distances by position.
+    """Attend with q, k, v (B, H, N, D) after rotation, under a mask of `transformers`, with distances by position.
 
     Args:
-        q, k, v: (B, Hq, Nq, D), (B, Hk, Nk, D), (B, Hk, Nk, Dv), rotated.
         values: of the gates, or None without.
         name: the model's attention implementation.
-        q_positions: integer (Nq,) or (B, Nq).
-        k_positions: integer (Nk,), (B, Nk) or, where heads differ, (B, Hk, Nk); None without gates, where the mask
-            alone says who attends to whom.
+        q_positions, k_positions: integer (Nq,) or (B, Nq), and (Nk,), (B, Nk) or, where heads differ, (B, Hk, Nk); None
+            without gates, where the mask alone says who attends to whom.
         mask: bool or additive (B or 1, heads or 1, Nq, at least Nk), or None where causality by index is all.
-        scale: the softmax scale.
         softcap: content logits are cap · tanh(logit / cap); the bias is not capped.
         plain: attends without gates, called as gape.ops.attention is.
         auto: the implementation that the name `gape` means.
@@ -276,10 +270,8 @@ def dense_attention(
 
 
 def check_causality(name: str, like: Tensor) -> None:
-    """Make sure that no token attends to a later one, the first time an attention implementation runs on a device.
-
-    Raises:
-        RuntimeError: one does.
+    """Make sure, the first time an implementation runs on a device, that no token attends to a later one; a
+    RuntimeError.
     """
     key = (name, like.device.type)
     if key in _CHECKED or torch.compiler.is_compiling() or like.device.type == "meta":

@@ -118,7 +118,13 @@ def install(model: Any, settings: Settings) -> None:
             family=family, context_length=settings.context_length, first_layer=numbers[0], scheme=scheme,
             softcap=settings.softcap,
         )  # fmt: skip
-        _wrap(modules[number], wiring, settings, of_layer(settings.gates, number, len(modules)))
+        module = modules[number]
+        gates = _gates(module, family, settings, of_layer(settings.gates, number, len(modules)))
+        if gates is not None:
+            gates.to(next(module.parameters()).device).train(module.training)
+        module.__class__ = injected_class(module.__class__)
+        module.gape_wiring = wiring
+        setattr(module, MODULE, gates)
     _warn_of_dropout(modules[numbers[0]])
     model.config._attn_implementation = supported_name(model.config._attn_implementation)
     model._keep_in_fp32_modules_strict = {*(model._keep_in_fp32_modules_strict or ()), MODULE}
@@ -129,9 +135,6 @@ def remove(model: Any) -> Any:
     """Take the gates out of a model, in place: its class, its config and its tensors are those before the injection.
 
     Weights that were trained in between stay as they are.
-
-    Returns:
-        The model.
 
     Raises:
         ValueError: it has none; or it was saved without the positions it had learned, which cannot come back.
@@ -144,7 +147,10 @@ def remove(model: Any) -> Any:
         gpt2.restore_positions(model, undo)
     for module in family_of(model).modules(model):
         if isinstance(module, InjectedAttention):
-            _unwrap(module)
+            delattr(module, MODULE)
+            del module.gape_wiring
+            vars(module).pop("skips", None)
+            module.__class__ = module.gape_base  # type: ignore[assignment]
     for handle in undo["hooks"]:
         handle.remove()
     base, native = model.gape_base, Settings.from_config(model.config).native
@@ -232,9 +238,8 @@ def _refuse_model(model: Any, family: Family, settings: Settings, learn: str) ->
             )
         quantised = [n for n, p in qk_modules(module, family) if not p.is_floating_point() or hasattr(p, "quant_state")]
         if learn != "gates" and quantised:
-            raise invalid_argument(
-                "learn", learn, f"'gates', since {quantised[0]} of q and k is quantised and cannot learn"
-            )
+            expected = f"'gates', since {quantised[0]} of q and k is quantised and cannot learn"
+            raise invalid_argument("learn", learn, expected)
     limit = gpt2.limit(model) if family.model_type == "gpt2" and settings.position is None else None
     if limit is not None and settings.context_length > limit:
         raise invalid_argument("context_length", settings.context_length, gpt2.longer_positions(limit))
@@ -322,15 +327,6 @@ def _gates(module: Any, family: Family, settings: Settings, options: Mapping[str
     return RetrofitGates(n_heads, width, n_kv_heads, settings, **options)
 
 
-def _wrap(module: Any, wiring: Wiring, settings: Settings, options: Mapping[str, Any]) -> None:
-    gates = _gates(module, wiring.family, settings, options)
-    if gates is not None:
-        gates.to(next(module.parameters()).device).train(module.training)
-    module.__class__ = injected_class(module.__class__)
-    module.gape_wiring = wiring
-    setattr(module, MODULE, gates)
-
-
 def _warn_of_native(model: Any, family: Family, settings: Settings) -> None:
     """Warn where YaRN would choose the frequencies to stretch by another length than the model was trained at."""
     native = getattr(model.config, "max_position_embeddings", None)
@@ -348,11 +344,3 @@ def _warn_of_dropout(module: Any) -> None:
     dropout = max(float(getattr(each, "p", each) or 0.0) for each in dropouts)
     if dropout:
         log.warning("attention dropout (p = %g) is not applied in layers with gates", dropout)
-
-
-def _unwrap(module: Any) -> None:
-    base = type(module).gape_base
-    delattr(module, MODULE)
-    del module.gape_wiring
-    vars(module).pop("skips", None)
-    module.__class__ = base

@@ -32,10 +32,7 @@ class DenseCache(DynamicCache):  # type: ignore[misc]
 
 
 class LanguageModel(nn.Module):
-    """Wraps a model; its tensors are under the prefix `model.`.
-
-    Args:
-        model: a causal language model of `transformers`, with gates or without, or a :class:`gape.hf.GapeForCausalLM`.
+    """Wraps a causal language model of `transformers` or a :class:`gape.hf.GapeForCausalLM`, under the prefix `model.`.
 
     Raises:
         ValueError: it has no output layer.

@@ -22,13 +22,9 @@ _MASK_ARGUMENTS = frozenset(inspect.signature(create_causal_mask).parameters)
 def causal_mask(
     config: Any, embeddings: Tensor, real: Tensor | None, positions: Tensor, past_key_values: Any = None
 ) -> Any:
-    """The mask that `transformers` gives to attention layers.
+    """The mask that `transformers` gives to attention layers, whose implementation the config says.
 
-    Args:
-        config: says the attention implementation.
-        embeddings: (B, N, E), for sizes and dtype.
-        real: (B, cached + N), 0 for pads, or None.
-        positions: integer (N,) or (B, N).
+    `embeddings` (B, N, E) say sizes and dtype, `real` (B, cached + N) is 0 for pads, positions are (N,) or (B, N).
     """
     past = 0 if past_key_values is None else past_key_values.get_seq_length()
     arguments = {
@@ -46,9 +42,8 @@ def causal_mask(
 def first_keys(mask: Any, n_k: int) -> Tensor:
     """A mask (.., Nq, at least Nk) cut to its first n_k keys; a ValueError for another kind of mask."""
     if not isinstance(mask, Tensor) or mask.dim() != 4:
-        raise invalid_argument(
-            "attention_mask", mask, "a tensor (batch, heads, queries, keys), as sdpa, eager, gape, … make it"
-        )
+        expected = "a tensor (batch, heads, queries, keys), as sdpa, eager, gape, … make it"
+        raise invalid_argument("attention_mask", mask, expected)
     # The same tensor where nothing is cut off, so that what is memoized on it is not lost.
     return mask if mask.size(-1) == n_k else mask[..., :n_k]
 

@@ -30,11 +30,7 @@ _FIELDS = {field.name: field for field in dataclasses.fields(GPTConfig)}
 class GapeConfig(AutoMapped, PretrainedConfig):  # type: ignore[misc]
     """The config of :class:`GapeForCausalLM`: the fields of :class:`gape.GPTConfig`, and those of `transformers`.
 
-    Args:
-        **kwargs: any of both. Without sizes it is the paper's 44M model.
-
-    Raises:
-        ValueError: for a value that GPTConfig refuses; names it.
+    Without sizes it is the paper's 44M model. A ValueError names a value that GPTConfig refuses.
     """
 
     model_type = "gape_gpt"
@@ -229,9 +225,8 @@ class GapeForCausalLM(GatedModel, PreTrainedModel, GenerationMixin):  # type: ig
         """The given cache, or an empty one where one is wanted and the scheme runs with it."""
         fox = self.config.position == "fox"
         if given is not None and fox:
-            raise invalid_argument(
-                "past_key_values", given, "None, since FoX runs without a cache; use_cache=False in generate"
-            )
+            expected = "None, since FoX runs without a cache; use_cache=False in generate"
+            raise invalid_argument("past_key_values", given, expected)
         return DynamicCache() if given is None and wanted and not fox else given
 
     def _block(
@@ -300,9 +295,8 @@ class GapeForCausalLM(GatedModel, PreTrainedModel, GenerationMixin):  # type: ig
         config = self.config
         if config.saved_length not in (None, config.context_length):
             # max_position_embeddings is another name for it, which users raise to read longer texts.
-            raise invalid_argument(
-                "context_length", config.context_length, f"{config.saved_length}, the T that {path} was saved with"
-            )
+            expected = f"{config.saved_length}, the T that {path} was saved with"
+            raise invalid_argument("context_length", config.context_length, expected)
         return config.gate_checksum if is_gated(config.position) else None
 
 

@@ -80,10 +80,6 @@ class PagedCacheLayer(CacheLayerMixin):  # type: ignore[misc]
 class PagesForTransformers(Cache):  # type: ignore[misc]
     """What both caches in pages have in common; make a :class:`FullCache` or a :class:`ForgettingCache`.
 
-    Args:
-        model: whose tokens are cached.
-        rule: when keys are evicted; None keeps everything.
-
     Attributes:
         pages: the keys of layers with gates.
         real: which of the tokens of the current call are no pads, bool (B, n); None: all.
@@ -147,7 +143,7 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
         steps = "captured" if why is None else f"not captured: {why}"
         return f"pages of 64 keys, {evicts}\n{self.nbytes:,} bytes\nsingle tokens: {steps}"
 
-    def crop(self, tokens_to_remove: int) -> None:
+    def crop(self, tokens_to_remove: int | Tensor) -> None:
         """Forget so many of the last tokens, as a number below 0; one above 0 is how many of the first stay.
 
         0 removes nothing, but in transformers 4, where it is how many stay.
@@ -155,6 +151,8 @@ class PagesForTransformers(Cache):  # type: ignore[misc]
         Raises:
             ValueError: keys were evicted that a token there could see.
         """
+        # Assisted decoding of some versions counts on the device.
+        tokens_to_remove = int(tokens_to_remove)
         length = min(layer.length for layer in self.pages.layers)
         if tokens_to_remove < 0:
             left = max(0, length + tokens_to_remove)

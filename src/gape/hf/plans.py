@@ -27,12 +27,10 @@ class InjectionPlan:
     """What :func:`gape.hf.inject` would do.
 
     Attributes:
-        model: class of the model.
-        settings: of the injection.
         layers: layers that change, and all there are.
         parameters: numbers added, and the model's own.
-        gate_flops: operations per token that reading the gates adds, all layers.
-        own_flops: operations per token of the model's matrix products, attention left out.
+        gate_flops, own_flops: operations per token that reading the gates adds in all layers, and those of the model's
+            matrix products, attention left out.
         cache_bytes: bytes per token that the cache grows by, and its own.
         implementation: the name in `attn_implementation`.
         backend: what runs, as :func:`gape.explain` says it.
@@ -122,13 +120,9 @@ def _operator_plan(tensors: list[Tensor], **arguments: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """What runs in a model with gates.
+    """What runs in a model with gates under the attention `implementation`, for a prompt of `tokens`.
 
-    Attributes:
-        implementation: the name in `attn_implementation`.
-        tokens: length of the prompt.
-        prefill: what the layers run for the prompt, without gradients: a sentence, and the layers it is true of.
-        decode: the same for one token after it.
+    `prefill` and `decode` (one token after it) have sentences, and the layers that each is true of.
     """
 
     implementation: str
@@ -147,15 +141,15 @@ class ModelPlan:
 
 @torch.no_grad()
 def explain(model: Any, tokens: int = 4096, cache: PagesForTransformers | None = None) -> ModelPlan:
-    """Say what a model with gates runs for a prompt and for each new token.
+    """Say what a model with gates runs for an unpadded prompt and for each new token.
 
-    Prompts are unpadded. Nothing attends; tensors of the size of q and k of one layer are allocated.
+    Nothing attends; tensors of the size of q and k of one layer are allocated. Whether single tokens are replayed from
+    a captured graph, :meth:`gape.hf.ForgettingCache.explain` says.
 
     Args:
         model: that :func:`gape.hf.inject` has put gates into.
         tokens: length of the prompt, without what is cached.
-        cache: of the model, in pages; None for one of transformers, which is empty. Whether single tokens are replayed
-            from a captured graph, :meth:`gape.hf.ForgettingCache.explain` says.
+        cache: of the model, in pages; None for one of transformers, which is empty.
 
     Raises:
         ValueError: a model without gates, a number of tokens below 1, or a cache of another model.

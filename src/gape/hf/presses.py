@@ -25,11 +25,8 @@ from gape.utils.validation import invalid_argument
 class GatedPress(BasePress):  # type: ignore[misc]
     """A press of kvpress for models with gates: `with GatedPress(SnapKVPress(0.5))(model): ...`.
 
-    Scores are those of the press. They read rotated keys, not gates, unless the press reads the attention of
-    `attn_implementation="eager"`. Layers without gates are pressed as kvpress does it.
-
-    Args:
-        press: one that gives each key a score and drops the lowest: a ScorerPress that does not choose otherwise.
+    The press gives each key a score, and the lowest are dropped. Scores read rotated keys, not gates, unless the press
+    reads the attention of `attn_implementation="eager"`. Layers without gates are pressed as kvpress does it.
 
     Raises:
         ValueError: a press of another kind. Those with a mask for every head, such as AdaKVPress, and those that

@@ -51,16 +51,14 @@ def read_config(name: str) -> Any:
 def read_model(name: str, **options: Any) -> Any:
     """A causal language model from a folder, or from a name on the hub.
 
-    Raises:
-        ValueError: it cannot be read, its config asks for more than its weights hold, or some of those are missing.
+    A ValueError where it cannot be read, its config asks for more than its weights hold, or some of those are missing.
     """
     weights = refuse_sizes(Path(name))
     if weights is not None:
         parameters = _parameters(name, read(AutoConfig, name))
         if parameters > weights.elements:
-            raise invalid_argument(
-                f"{name}/config.json", f"{parameters:,} numbers", f"at most {weights.elements:,}, those in its weights"
-            )
+            expected = f"at most {weights.elements:,}, those in its weights"
+            raise invalid_argument(f"{name}/config.json", f"{parameters:,} numbers", expected)
     model, info = read(AutoModelForCausalLM, name, output_loading_info=True, **options)
     if info["missing_keys"]:
         raise ValueError(f"model: {name!r} cannot be read: {sorted(info['missing_keys'])[0]} is missing in its weights")
@@ -68,11 +66,7 @@ def read_model(name: str, **options: Any) -> Any:
 
 
 def refuse_sizes(folder: Path) -> Weights | None:
-    """Refuse a folder whose config names sizes beyond what its weights can hold; None without a config or weights.
-
-    Raises:
-        ValueError: names the file, and the setting.
-    """
+    """Refuse a folder whose config names sizes beyond what its weights can hold; None without a config or weights."""
     file = folder / "config.json"
     if not file.is_file():
         return None

@@ -70,26 +70,24 @@ def register_type(model_type: str) -> None:
 
 
 def register_family(model_type: str, attention: type[nn.Module], layout: Layout = SEPARATE) -> None:
-    """Let :func:`gape.hf.inject` take models of an architecture of your own.
+    """Let :func:`gape.hf.inject` take models of an architecture of your own; call it before such models are loaded.
 
-    Call it wherever such models are loaded, before they are. The config and the model are known to the Auto classes
-    already, by `AutoConfig.register` and `AutoModelForCausalLM.register`.
+    The config and the model are known to the Auto classes already, by their `register`.
 
     Args:
         model_type: that of its config.
         attention: its attention class. A layer calls it with `position_ids`, and with `position_embeddings` (cosines,
             sines) where it rotates; it has `config` and `layer_idx`.
-        layout: where such a module has its projections. The default is that of Llama: q_proj, k_proj, v_proj, o_proj,
-            head_dim, scaling. Without `rotation`, that is `apply_rotary_pos_emb` in the module of the class.
+        layout: where such a module has its projections; those of Llama by default. Without `rotation`, that is
+            `apply_rotary_pos_emb` in the module of the class.
 
     Raises:
         ValueError: a model type that the Auto classes do not know or that is known here, no class, or no rotation.
     """
     known = model_type in CONFIG_MAPPING and CONFIG_MAPPING[model_type] in MODEL_FOR_CAUSAL_LM_MAPPING
     if not known:
-        raise invalid_argument(
-            "model_type", model_type, "one of AutoConfig.register and AutoModelForCausalLM.register; call them first"
-        )
+        expected = "one of AutoConfig.register and AutoModelForCausalLM.register; call them first"
+        raise invalid_argument("model_type", model_type, expected)
     if not (isinstance(attention, type) and issubclass(attention, nn.Module)):
         raise invalid_argument("attention", attention, "a class of attention modules")
     if ATTENTION.get(model_type, (attention.__name__,))[0] != attention.__name__:
@@ -276,11 +274,7 @@ class GatedModel(LocalCode):
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> Any:
-        """As in `transformers`; gates that are missing or not those that were saved are an error, and so is another T.
-
-        Raises:
-            ValueError: says which gates.
-        """
+        """As in `transformers`; a ValueError where gates are missing or not those that were saved, or T is another."""
         with_info = kwargs.pop("output_loading_info", False)
         model, info = super().from_pretrained(  # type: ignore[misc]
             pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
@@ -329,10 +323,9 @@ class InjectedModel(GatedModel):
         super()._load_from_state_dict(state_dict, prefix, *rest)  # type: ignore[misc]
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Any:
-        """As in `transformers`; gates of an adapter that were trained under other settings are an error.
+        """As in `transformers`; a ValueError for gates of an adapter that were trained under other settings.
 
-        Raises:
-            ValueError: says which settings. The adapter stays in the model; load that anew.
+        The adapter then stays in the model; load that anew.
         """
         info = super().load_adapter(*args, **kwargs)  # type: ignore[misc]
         self._check_settings("adapter")

@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gape.report import diagrams, figures, inside, inside_figures, recall, series
+from gape.report import diagrams, figures, inside, inside_figures, series
 from gape.report.charts import Curves, Maps
 from gape.report.results import Results
 from gape.report.series import Data
@@ -26,15 +26,12 @@ LANGUAGE = "lm/books"
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """A figure.
+    """A figure, by the name that `gape reproduce` calls it, and its caption.
 
     Attributes:
-        name: what `gape reproduce` calls it.
         paper: the label of the paper's figure that it answers; None for one of our own.
-        caption: what it shows.
         draw: makes the figure from its data.
-        measure: makes the data from results; None for a figure of the theory.
-        derive: makes the data of a figure of the theory.
+        measure, derive: makes the data, from results, or of a figure of the theory from nothing.
         recipe: the recipe whose results it shows.
         every_variant: whether it shows all variants of a recipe; others show one, and say which.
         command: of a figure of language models: what of `gape` leaves its rows in a run's directory.
@@ -191,7 +188,7 @@ _LANGUAGE = (
         name="lm-recall", paper=None, recipe="lm/recall",
         caption="Facts of held-out texts that are answered, by context and by where the fact stands. Bands are 95% "
         "intervals over seeds.",
-        measure=recall.recall, draw=recall.draw, chart=Curves(y="Facts answered", share=True),
+        measure=series.recall, draw=figures.draw_recall, chart=Curves(y="Facts answered", share=True),
     ),
     _language(
         name="hf-perplexity", paper=None, command="hf perplexity",
@@ -213,16 +210,9 @@ def figure(name: str) -> Entry:
 
 
 def write(entry: Entry, results: Results | None, directory: Path) -> list[Path]:
-    """Draw a figure: NAME.json with its numbers, NAME.png and NAME.pdf.
+    """Draw a figure, always in the same bytes: the paths of NAME.json with its numbers, NAME.png and NAME.pdf.
 
-    The same results give the same bytes.
-
-    Returns:
-        The paths, in this order.
-
-    Raises:
-        NoData: the results have nothing for it.
-        ImportError: Matplotlib is missing; says how to install it.
+    NoData where the results have nothing for it; an ImportError says how to install Matplotlib.
     """
     data = entry.data(results)
     with house_style():

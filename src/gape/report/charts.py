@@ -23,13 +23,9 @@ _PLAIN = ("rows", "panels", "columns", "sides", "lines")
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """How the curves of a figure are drawn.
+    """How the curves of a figure are drawn: what the axes are, and which of them (`log`) are logarithmic.
 
-    Attributes:
-        x, y: what the axes are.
-        log: which of them are logarithmic.
-        share: whether y is a share, from 0 to 1, where its intervals end too.
-        chance: the share of guesses, drawn across.
+    Where y is a `share`, its intervals end at 0 and 1; `chance` is the share of guesses, drawn across.
     """
 
     y: str
@@ -53,12 +49,9 @@ class Curves:
 
 @dataclass(frozen=True, kw_only=True)
 class Maps:
-    """How the maps of a figure are drawn.
+    """How the maps of a figure are drawn: cells are under `of_key` of each model of the data, one map per head.
 
-    Attributes:
-        of_key: where each model of the data has its cells, one map per head.
-        what: what a cell is.
-        logarithmic: whether cells are attention, from :data:`LEAST_WEIGHT` to 1; else they go from 0 to the largest.
+    Logarithmic ones are attention, from :data:`LEAST_WEIGHT` to 1; others go from 0 to the largest.
     """
 
     of_key: str

@@ -13,6 +13,7 @@ from gape.report.schemes import group_by
 from gape.report.tables import Table, number
 from gape.utils import files
 from gape.utils.jsonl import Record, read_lines
+from gape.utils.settings import set_nested
 
 SUMMARY, PAGE, CARD = "summary.json", "report.html", "README.md"
 #: What a row of each kind adds to a summary.
@@ -23,16 +24,11 @@ _VALUES = {
 
 
 def summarise(rows: Sequence[Record], seeds: Sequence[int] = (0,), minutes: Sequence[float | None] = ()) -> Record:
-    """Figures of one method: means over its runs, and standard deviations where there are several.
-
-    Args:
-        rows: of all runs, of one stage.
-        seeds: of the runs.
-        minutes: of the tuning of each run.
+    """Figures of one method over the rows of its runs, of one stage: means, and deviations where there are several.
 
     Returns:
         needles[length][task], perplexity[length], cache_share[length], …; the same with `_std` behind the name where
-        there are several runs; kl, same, seeds, minutes.
+        there are several runs; kl, same, seeds, and minutes of the tuning.
     """
     values: dict[str, dict[tuple[str, ...], list[float]]] = {}
     kinds = [row["kind"] for row in rows]
@@ -47,15 +43,8 @@ def summarise(rows: Sequence[Record], seeds: Sequence[int] = (0,), minutes: Sequ
         for suffix, least, of in (("", 1, mean), ("_std", 2, stdev)):
             for inside, each in cells.items():
                 if len(each) >= least:
-                    _put(summary, (name + suffix, *inside), round(of(each), 6))
+                    set_nested(summary, ".".join((name + suffix, *inside)), round(of(each), 6))
     return summary
-
-
-def _put(table: Record, keys: Sequence[str], value: float) -> None:
-    """Store a value under keys, in tables inside one another."""
-    for key in keys[:-1]:
-        table = table.setdefault(key, {})
-    table[keys[-1]] = value
 
 
 def write(out: Path, settings: Record, rows: Sequence[Record], minutes: float | None) -> None:

@@ -104,15 +104,15 @@ def draw_far_back(data: Data) -> Figure:
     return figure
 
 
-def draw_panels(data: Data, label: str) -> Figure:
-    """Shares against context, a panel per entry; bands are intervals."""
+def draw_recall(data: Data) -> Figure:
+    """Facts answered against context, a panel per distance; bands are intervals."""
     panels = data["panels"]
     figure, axes = new_figure(3.1 * len(panels) + 0.5, 3.1, 1, len(panels), sharey=True)
     for ax, panel in zip(axes[0], panels, strict=True):
         _draw_lines(ax, panel["lines"], data["train_length"])
         ax.set_ylim(-0.03, 1.06)
         ax.set_title(panel["title"])
-    axes[0, 0].set_ylabel(label)
+    axes[0, 0].set_ylabel("Facts answered")
     legend_below(figure, axes)
     return figure
 

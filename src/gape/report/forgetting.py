@@ -44,13 +44,9 @@ def _keys(row: Record) -> str:
     return f"{min(counts):,} … {max(counts):,}"
 
 
-def _how(row: Record) -> str:
-    """How the model ran, in a few words."""
-    return f"{row['how']}, {row['bounds']}" if row.get("bounds") else str(row["how"])
-
-
 _SETTING: dict[str, Cell] = {
-    "by": _how, "eps": lambda row: f"{row['eps']:g}" if row["eps"] else "–",
+    "by": lambda row: f"{row['how']}, {row['bounds']}" if row.get("bounds") else str(row["how"]),
+    "eps": lambda row: f"{row['eps']:g}" if row["eps"] else "–",
 }  # fmt: skip
 #: The columns of each table by their headers, with what is in their cells.
 _CACHE: dict[str, Cell] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,8 @@ def needle_entropy(results: Results, target: str = "first") -> Data:
     for position, records in _by_position(results, target).items():
         spreads = [spread for record in records for spread in record["spread"]]
         at = dict(sorted(group_by(spreads, lambda spread: spread["length"]).items()))
-        means = [mean_of(_mean(sample) for spread in each for sample in spread["entropy"]) for each in at.values()]
+        samples = ([sample for spread in each for sample in spread["entropy"]] for each in at.values())
+        means = [mean_of(mean_of(chain(*layers)).mean for layers in each) for each in samples]
         bars.append({"position": position, "label": label(position), "lengths": list(at), **columns(means)})
     if not bars:
         raise NoData(f"entropy: got no analyses of models for the {target} needle")
@@ -208,10 +210,6 @@ def _heads(samples: list[list[list[float | None]]]) -> list[Data]:
             mean = asdict(mean_of(values)) if values else {"mean": None, "std": None, "n": 0}
             rows.append({"layer": layer, "head": head, **mean})
     return rows
-
-
-def _mean(layers: Sequence[Sequence[float]]) -> float:
-    return mean_of(value for heads in layers for value in heads).mean
 
 
 def _place(order: Sequence[str], position: str) -> int:

@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from gape.explore.export import asset, policy, script
-from gape.report import catalogue, forgetting, recall, ruler
+from gape.report import catalogue, forgetting, ruler
 from gape.report.catalogue import Entry
 from gape.report.results import Results, store
 from gape.report.series import Data, NoData
 from gape.report.style import matplotlib
-from gape.report.tables import Table, hf_differences, language_tables, needle_tables
+from gape.report.tables import Table, hf_differences, language_tables, needle_tables, recall_tables
 from gape.utils import files
 from gape.utils.settings import flatten
 
@@ -34,16 +34,8 @@ def report(
     """Write everything that can be said of some results; the same results give the same bytes.
 
     The directory gets `results.jsonl`, `analysis.jsonl` and `runs.jsonl` (so it can be read in place of the runs),
-    `tables.md`, `figures/` and `index.html`. Without Matplotlib the page has tables only, and says why.
-
-    Args:
-        results: from :func:`gape.report.results.gather`.
-        directory: made when missing.
-        title: of the page.
-        log: called with the reason where no figure can be drawn.
-
-    Returns:
-        The page.
+    `tables.md`, `figures/` and `index.html`, whose path is returned. Without Matplotlib the page has tables only;
+    it says why, and `log` is called with the reason.
     """
     all_tables = tables(results)
     store(results, directory)
@@ -64,7 +56,7 @@ def report(
 
 def tables(results: Results) -> list[Table]:
     """All tables of some results."""
-    kinds = (needle_tables, language_tables, hf_differences, recall.tables, ruler.tables, forgetting.tables)
+    kinds = (needle_tables, language_tables, hf_differences, recall_tables, ruler.tables, forgetting.tables)
     return [table for tables_of in kinds for table in tables_of(results)]
 
 
@@ -114,13 +106,7 @@ def document(title: str, content: Iterable[str]) -> str:
 
 
 def figure(caption: str, chart: Data | None, picture: str = "") -> str:
-    """A figure that zooms.
-
-    Args:
-        caption: HTML.
-        chart: of :mod:`gape.report.charts`, drawn where the page runs scripts; None leaves the picture.
-        picture: HTML.
-    """
+    """A figure that zooms, of HTML; where the page runs scripts a chart is drawn in place of the picture."""
     # No name in the numbers may end their script.
     numbers = "" if chart is None else json.dumps(chart).replace("<", "\\u003c")
     script = f'<script type="application/json">{numbers}</script>' if numbers else ""

@@ -34,13 +34,9 @@ RECALL = ("corpus", "eval_seed", "precision", "device", "machine", "facts", "sam
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """A kind of measurement.
+    """A kind of measurement: its file in a run's directory (JSON lines or one object) and in a report's (JSON lines).
 
-    Attributes:
-        file: its file in a run's directory, JSON lines or one object.
-        stored: its file in a report's directory, JSON lines.
-        key: what identifies a row besides its run.
-        needed: keys that every row has.
+    `key` identifies a row besides its run; every row has the keys `needed`.
     """
 
     file: str
@@ -88,11 +84,9 @@ KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """Stored results of any number of runs, in a fixed order.
+    """Stored results of any number of runs, in a fixed order: rows by kind of :data:`KINDS`, and a record of each run.
 
-    Attributes:
-        runs: one record per run: its settings, the trainer's manifest, and how training ended.
-        measured: rows by kind of :data:`KINDS`.
+    A record has the run's settings, the trainer's manifest, and how training ended.
     """
 
     runs: tuple[Record, ...] = ()
@@ -126,10 +120,9 @@ class Results:
 def gather(paths: Iterable[str | Path]) -> Results:
     """Read runs, sweeps (directories with runs anywhere inside) and reports.
 
-    An incomplete last line is skipped. Of two rows for one measurement in a file the later counts, and rows of weights
-    that were trained further since do not. Of needle rows of one run and scheme in several precisions, or under several
-    options, those with the most lengths count, of equally many the later. A directory that holds both runs and a report
-    is read from its runs.
+    Of two rows for one measurement in a file the later counts, and rows of weights that were trained further since do
+    not. Of needle rows of one run and scheme in several precisions, or under several options, those with the most
+    lengths count. A directory that holds both runs and a report is read from its runs.
 
     Raises:
         ValueError: a path without results, a file that is not what it should be, two different runs of one name, or

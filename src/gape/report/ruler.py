@@ -60,9 +60,7 @@ class Paired(NamedTuple):
 def methods(rows: Iterable[Record]) -> list[Method]:
     """Rows by model and scheme; the later of two rows of one run, task and length counts.
 
-    Raises:
-        ValueError: rows of a model are of several precisions, or those of a scheme of one seed of several runs, or its
-            seeds of different samples.
+    Refused are several precisions of a model, several runs of one seed of a scheme, and seeds of different samples.
     """
     rows = list(rows)
     for model, own in group_by(rows, lambda row: row["model"]).items():
@@ -152,7 +150,12 @@ def difference_tables(schemes: Sequence[Method], full: tuple[str, str] | None = 
     """
     rows = []
     for method in schemes:
-        for other in (other for other in schemes if _is_compared(method, other, full)):
+        gated = method.key[0].endswith("+gape")
+        for other in schemes:
+            variant = other.key[0].endswith("+gape") and other.key[1]
+            compared = other.key == full if full else gated and not variant
+            if not compared or other is method or other.model != method.model:
+                continue
             for column in columns([method]):
                 p = difference(method, other, column)
                 if p is not None:
@@ -166,12 +169,7 @@ def difference_tables(schemes: Sequence[Method], full: tuple[str, str] | None = 
 def ablation(schemes: Sequence[Method], full: tuple[str, str] = FULL) -> Table:
     """The change of NLL against the full model in percent; a star where the interval over samples leaves out zero.
 
-    Args:
-        schemes: the full model and others.
-        full: position and variant of the full model.
-
-    Raises:
-        ValueError: the full model is not among them, or nothing stands beside it.
+    Refused where the full model is not among them, or nothing stands beside it.
     """
     bases = {method.model: method for method in schemes if method.key == full}
     others = [method for method in schemes if method.key != full and method.model in bases]
@@ -187,12 +185,6 @@ def ablation(schemes: Sequence[Method], full: tuple[str, str] = FULL) -> Table:
     title = f"RULER: change of answer NLL against {next(iter(bases.values())).label}; above zero is worse"
     header = ("Model", "Method", *map(_header, across))
     return Table(title=title, header=header, rows=tuple(rows), strong=frozenset(strong))
-
-
-def _is_compared(method: Method, other: Method, full: tuple[str, str] | None) -> bool:
-    variant = other.key[0].endswith("+gape") and other.key[1]
-    fits = other.key == full if full else method.key[0].endswith("+gape") and not variant
-    return fits and other is not method and other.model == method.model
 
 
 def _header(column: Column) -> str:

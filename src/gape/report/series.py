@@ -9,14 +9,18 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from gape.report.results import PROTOCOL, Results, far_back_question
+from gape.report.results import PROTOCOL, Results, far_back_question, recall_question
 from gape.report.schemes import TARGETS, by_scheme, group_by, label, name, scheme_order
-from gape.report.statistics import Curve, columns, curves, pool_seeds
+from gape.report.statistics import Curve, columns, curves, mean_of, pool_seeds, student_interval
 from gape.utils.jsonl import Record
 
 Data = dict[str, Any]
 #: Kinds of far-back measurements in the order of tables and columns.
 FAR_BACK = {"ngram": "Repeated n-grams", "names": "Repeated names", "planted": "A planted passage again"}
+#: Several facts of one text asked for together, and tokens generated behind a text.
+SEVERAL, GENERATE = "several", "generate"
+#: Measurements of recall in the order of tables and panels.
+RECALL = {"near": "Fact near", "middle": "Fact halfway", "far": "Fact far", SEVERAL: "Several facts at once"}
 #: The variant of a model of transformers before any training of ours.
 UNTRAINED = "not fine-tuned"
 
@@ -158,6 +162,27 @@ def far_back(results: Results) -> Data:
             }
         )  # fmt: skip
     return {"columns": columns, "train_length": train_length(results)}
+
+
+def recall(results: Results) -> Data:
+    """The share of facts answered by context, a panel per distance, a line per scheme; intervals over seeds."""
+    rows = language_rows(results, "recall")
+    panels = [
+        {"what": what, "title": title, "lines": recall_lines(rows, what, "match")} for what, title in RECALL.items()
+    ]
+    return {"panels": [panel for panel in panels if panel["lines"]], "train_length": train_length(results)}
+
+
+def recall_lines(rows: Sequence[Record], what: str, key: str) -> list[Data]:
+    """A line per scheme of rows of one kind, measured in the way that most of them are."""
+
+    def pool(runs: Sequence[Record]) -> Data:
+        values = [row[key] for row in runs]
+        low, high = student_interval(values) if len(values) > 1 else (None, None)
+        return {"mean": mean_of(values).mean, "low": low, "high": high, "n": len(values)}
+
+    alike = same_settings([row for row in rows if row["what"] == what], recall_question)
+    return scheme_lines(alike, "length", pool)
 
 
 def language_rows(results: Results, kind: str) -> Sequence[Record]:

@@ -103,10 +103,8 @@ class Difference:
     """By how much one scheme has more than another on the same samples or text.
 
     Attributes:
-        scheme, other: names.
-        variant: of both, where rows have variants.
-        what: of what measurement.
-        at: multiple of the training length, context or distance.
+        scheme, other, variant: names; `variant` is that of both.
+        what, at: of what measurement, and at what multiple of the training length, context or distance.
         difference: the mean over pairs of runs: accuracy, or nats per token.
         low, high: its 95% interval: over pairs of runs, or over samples or documents where there is one pair; None
             where there is one document as well.

@@ -28,20 +28,14 @@ from gape.utils.jsonl import Record
 
 Cells = frozenset[tuple[int, int]]
 #: What LaTeX reads as something else, or not at all.
-_TEX = {"&": r"\&", "_": r"\_", "%": r"\%", "#": r"\#", "±": r"$\pm$", "–": "--", "−": "$-$", "…": r"\dots{}"}
+_TEX = str.maketrans(
+    {"&": r"\&", "_": r"\_", "%": r"\%", "#": r"\#", "±": r"$\pm$", "–": "--", "−": "$-$", "…": r"\dots{}"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A table of strings.
-
-    Attributes:
-        title: above it.
-        header: names of the columns.
-        rows: cells, as many per row as columns.
-        strong: (row, column) of the cells that stand out, such as the best of a column.
-        second: (row, column) of the second best cells.
-    """
+    """A table of strings under a title; `strong` and `second` are the (row, column) of cells that stand out."""
 
     title: str
     header: tuple[str, ...]
@@ -78,7 +72,7 @@ class Table:
     def latex(self) -> str:
         """A LaTeX table as the paper has it; cells that stand out are bold, the second best underlined."""
         marked = self._mark_cells(r"\textbf{{{}}}", r"\underline{{{}}}")
-        lines = [" & ".join(map(_tex, cells)) for cells in (self.header, *marked)]
+        lines = [" & ".join(cell.translate(_TEX) for cell in cells) for cells in (self.header, *marked)]
         columns = "ll" + "c" * (len(self.header) - 2)
         body = " \\\\\n".join([lines[0], "\\midrule\n" + lines[1], *lines[2:]]) if len(lines) > 1 else lines[0]
         start, end = f"\\begin{{tabular}}{{{columns}}}\n\\toprule", "\\bottomrule\n\\end{tabular}"
@@ -94,12 +88,6 @@ class Table:
 
 #: Formats that tables can be written in.
 FORMATS: dict[str, Callable[[Table], str]] = {"text": Table.text, "markdown": Table.markdown, "latex": Table.latex}
-
-
-def _tex(text: str) -> str:
-    for sign, written in _TEX.items():
-        text = text.replace(sign, written)
-    return text
 
 
 def number(value: float | None, form: str, unit: str = "") -> str:
@@ -284,6 +272,35 @@ def far_back_table(rows: Iterable[Record]) -> list[Table]:
         title = f"Far back: {what} beside another scheme, on the same tokens"
         tables += _differences(title, "distance", far_back_differences(rows, gain=gain))
     return tables
+
+
+def recall_tables(results: Results) -> list[Table]:
+    """A table per distance, and what generation costs; none where there are no rows."""
+    kinds = [
+        *((f"Recall, {title.lower()}: share of facts answered", what, "match", (1.0, ".3f"))
+          for what, title in series.RECALL.items()),
+        ("Tokens per second, one text", series.GENERATE, "tokens_per_second", (1.0, ".1f")),
+        ("Cache behind a text, MiB", series.GENERATE, "cache_bytes", (2.0**20, ".2f")),
+    ]  # fmt: skip
+    rows = results.of("recall")
+    every = (_recall_table(title, series.recall_lines(rows, what, key), *cell) for title, what, key, cell in kinds)
+    return [table for table in every if table.rows]
+
+
+def _recall_table(title: str, lines: Sequence[series.Data], unit: float, form: str) -> Table:
+    """A row per scheme, a column per context: the mean, and half of its 95% interval over seeds."""
+    lengths = sorted({length for line in lines for length in line["at"]})
+    cells = []
+    for line in lines:
+        at = dict(zip(line["at"], zip(line["mean"], line["high"], strict=True), strict=True))
+        row = [line["label"], str(max(line["n"]))]
+        for length in lengths:
+            mean, high = at.get(length, (None, None))
+            spread = "" if high is None or mean is None else f" ± {(high - mean) / unit:{form}}"
+            row.append("–" if mean is None else f"{mean / unit:{form}}{spread}")
+        cells.append(tuple(row))
+    header = ("Scheme", "seeds", *(f"{length:,}" for length in lengths))
+    return Table(title=title, header=header, rows=tuple(cells))
 
 
 def _differences(title: str, along: str, differences: Sequence[Difference]) -> list[Table]:

@@ -73,13 +73,11 @@ class FarBackConfig:
         for distance in self.distances:
             whole("distances", distance)
         if not self.kinds or not self.bins:
-            raise invalid_argument(
-                "distances", self.distances, f"at least one below the context of {self.context}, and a kind"
-            )
+            expected = f"at least one below the context of {self.context}, and a kind"
+            raise invalid_argument("distances", self.distances, expected)
         if "planted" in self.kinds and min(self.distances) < self.passage:
-            raise invalid_argument(
-                "passage", self.passage, f"at most {min(self.distances)}, so that the two copies do not overlap"
-            )
+            expected = f"at most {min(self.distances)}, so that the two copies do not overlap"
+            raise invalid_argument("passage", self.passage, expected)
 
     @property
     def bins(self) -> tuple[int, ...]:
@@ -122,8 +120,7 @@ def repeated_ngrams(ids: Ids, n: int) -> Ids:
 def repeated_names(ids: Ids, decode: Callable[[list[int]], str]) -> Ids:
     """The distance of every token that begins a name to the last occurrence of that name, (N,), 0 for other tokens.
 
-    A name is a word of at least three letters with a capital and then small ones, which occurs nowhere in the
-    window without its capital.
+    A name has at least three letters, a capital first, and occurs nowhere in the window without its capital.
     """
     pieces = {token: decode([token]) for token in np.unique(ids).tolist()}
     parts = [pieces[token] for token in ids.tolist()]
@@ -174,8 +171,7 @@ def measure(
 ) -> list[Sums]:
     """The sums of one window of a document (context,) for every kind and distance.
 
-    `passage` has tokens of another document, for the planted kind; `short` is the tokens of the short context, the
-    training length; `decode` turns ids into text, for names.
+    `passage` are tokens to plant, `short` those of the short context; `decode` makes text of ids, for names.
     """
     away: dict[str, Ids] = {}
     if "ngram" in config.kinds:
@@ -211,11 +207,9 @@ def _planted(model: GPT, host: Ids, passage: Ids, distance: int, config: FarBack
 
 
 def summary(sums: Mapping[str, list[Sums]]) -> list[dict[str, Any]]:
-    """Token-weighted means over documents of the sums of :func:`measure`, with bootstrap intervals over documents.
+    """Token-weighted means over documents of the sums of :func:`measure`, with 95% bootstrap intervals over documents.
 
-    A row per kind and distance has tokens, documents, `nll` and `control` in nats per token, `gain` = control − nll,
-    the deviation of nll over documents, 95% intervals of nll (low, high) and of gain (gain_low, gain_high), and the
-    sums of every document, from which runs are compared pair by pair.
+    A row per kind and distance; `gain` is control − nll, and the sums of every document let runs be compared.
     """
     groups: dict[tuple[str, int, int], dict[str, Sums]] = {}
     for document, entries in sums.items():

@@ -72,9 +72,8 @@ class NIAHConfig:
             raise invalid_argument("target", self.target, f"one of {', '.join(TARGETS)}")
         if (self.length - 1) // self.needles < NEEDLE:
             most = (self.length - 1) // NEEDLE
-            raise invalid_argument(
-                "n_needles", self.needles, f"at most {most} needles of 3 tokens in length {self.length}"
-            )
+            expected = f"at most {most} needles of 3 tokens in length {self.length}"
+            raise invalid_argument("n_needles", self.needles, expected)
         for length in self.lengths[1:]:
             self.at(length)
 
@@ -95,21 +94,15 @@ class NIAHConfig:
         return {"first": 0, "last": self.needles - 1, "middle": self.needles // 2}[self.target]
 
     def at(self, length: int) -> NIAHConfig:
-        """The same haystack at another length: as many needles per token, by the paper's rule where that was used.
-
-        Its length is fixed and its positions are counted.
-        """
+        """The same haystack at another length: as many needles per token, or by the paper's rule; positions count."""
         n = None if self.n_needles is None else max(1, self.n_needles * length // self.length)
         return replace(self, length=length, n_needles=n, shortest=0, random_to=0, skip_to=0)
 
 
 class Haystack(NamedTuple):
-    """A batch of B sequences.
+    """B sequences: ids, int64 (B, L); targets, int64 (B, L), −100 but for the digit's token at the last place.
 
-    Attributes:
-        ids: int64 (B, L).
-        targets: int64 (B, L), the digit's token at the last place and −100 elsewhere.
-        needles: int64 (B, n), the position of each KEY; its digit is two further on.
+    `needles`, int64 (B, n), are the positions of each KEY; its digit is two further on.
     """
 
     ids: Tensor
@@ -130,13 +123,7 @@ def sample(
 ) -> Haystack:
     """Draw `batch` sequences, a function of the arguments that is the same on every device.
 
-    Args:
-        config: the haystack.
-        batch: B ≥ 1.
-        seed, step, micro: which series of sequences; any whole numbers.
-        first: where in the series to begin: sequences 0 … 9 are 0 … 3 followed by 4 … 9.
-        split: "train", "validation" or "test": the series of different splits are independent.
-        device: of the tensors.
+    `first` is where in the series of (split, seed, step, micro) to begin; series of different splits are independent.
 
     Raises:
         ValueError: batch below 1, an unknown split, or a series longer than 2³² words.
@@ -212,11 +199,8 @@ def hits(
     """Which samples the model answers, judged by the largest of the ten digits' logits at the query.
 
     Args:
-        model: as :class:`gape.GPT` takes ids (B, L) and `logits_to_keep=1`; put it into eval mode first.
-        config: the haystack.
-        samples, seed, split: how many sequences, and which; the same ones for every model.
+        model: as :class:`gape.GPT` takes ids (B, L) and `logits_to_keep=1`, in eval mode.
         batch: sequences at a time; None means as many as make 2¹⁷ tokens. It does not change the samples.
-        device: the model's.
         check: called before every batch; may raise to stop.
 
     Returns:

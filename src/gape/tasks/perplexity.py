@@ -85,9 +85,8 @@ class Plan:
     """The windows that a protocol makes of a corpus.
 
     Attributes:
-        documents: those that are read; the first column of `windows` counts in them.
+        documents, left_out: those that are read, in which the first column of `windows` counts, and those too short.
         windows: (W, 4): document, start, length, scored.
-        left_out: documents that are too short.
         of: windows before `max_windows` of them were drawn.
     """
 
@@ -119,9 +118,7 @@ def plan(
     """Cut the documents of a split, and of a stratum if one is named, into the windows of a protocol.
 
     Of more than `max_windows` so many are drawn, by where they end: contexts share scored tokens as far as they can.
-
-    Raises:
-        ValueError: no document is long enough, or max_windows is out of range.
+    Refused are a protocol that no document is long enough for, and max_windows out of range.
     """
     if whole("max_windows", max_windows) > MOST_WINDOWS:
         raise invalid_argument("max_windows", max_windows, f"a whole number from 1 to {MOST_WINDOWS:,}")
@@ -137,11 +134,7 @@ def plan(
 
 
 def fits(corpus: Corpus, protocol: Protocol, *, split: str = "heldout", stratum: str | None = None) -> None:
-    """Refuse a protocol for which no document is long enough, without reading any.
-
-    Raises:
-        ValueError: says how long the longest is.
-    """
+    """Refuse a protocol for which no document is long enough, without reading any; says how long the longest is."""
     rows = corpus.rows(split, stratum)
     lengths = corpus.record(rows)["length"]
     longest = int(lengths.max(initial=0))
@@ -167,15 +160,11 @@ def _drawn(windows: Ints, indices: Ints, most: int, seed: int) -> Ints:
 def window_losses(
     model: GPT, ids: Tensor, scored: int, *, chunk: int = 16384, forgetting: Callable[[], Any] | None = None
 ) -> Tensor:
-    """The loss of the last `scored` tokens of some windows, (B, scored) in float32 (float64 beside float64).
+    """The loss of the last `scored` tokens of windows ids, int64 (B, L + 1), as (B, scored) in float32 (or float64).
 
     A window longer than a chunk is read chunk by chunk with a cache, so memory is that of a chunk beside L keys and
-    values. Logits exist for the scored tokens only, a slice of them at a time.
-
-    Args:
-        model: in eval mode.
-        ids: int64 (B, L + 1): what is read, and the token after it.
-        forgetting: makes an empty cache that evicts; the model's own does not.
+    values. Logits exist for the scored tokens only, a slice of them at a time. `forgetting` makes an empty cache that
+    evicts; the model's own, which is in eval mode, does not.
     """
     inputs, targets = ids[:, :-1], ids[:, 1:]
     length = inputs.size(1)
@@ -219,8 +208,7 @@ def score_all(
     """The summed loss (W,) of every window of a plan, resuming after the batches that the file `store` has.
 
     `of` says what the scores depend on besides the plan: weights, precision. A file of something else is overwritten;
-    the caller deletes it when the result is stored. `progress` is called with windows done and in all; options are
-    those of :func:`window_losses`.
+    the caller deletes it when the result is stored. Options are those of :func:`window_losses`.
     """
     header: Record = {"plan": plan.identity(), "of": of}
     stored = jsonl.read_lines(store) if store.is_file() else []
@@ -240,8 +228,7 @@ def score_all(
 def rows(plan: Plan, sums: Floats, seed: int = 0) -> list[Record]:
     """What is stored of a plan's scores: a row for each stratum where there are several, and last one over all.
 
-    Raises:
-        ValueError: a loss that is not finite.
+    A loss that is not finite is refused.
     """
     broken = int((~np.isfinite(sums)).sum())
     if broken:

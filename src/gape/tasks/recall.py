@@ -51,10 +51,8 @@ def samples(
 ) -> Iterator[Sample]:  # fmt: skip
     """Texts of a corpus with one fact, `count` for each distance; each is a function of the seed and its number.
 
-    Documents of `split` that have at least `length` tokens serve; the question may end a text a few tokens before.
-
-    Raises:
-        ValueError: no document is long enough, or a fact and its question leave no text.
+    Documents of `split` with at least `length` tokens serve; the question may end a text a few tokens before. Refused
+    are lengths that no document has, and those in which a fact and its question leave no text.
     """
     passages = _Passages(corpus, tokenizer, length, split)
     for number in range(whole("count", count)):
@@ -70,8 +68,7 @@ def several(
 ) -> Iterator[tuple[Tensor, list[range]]]:
     """Held-out texts with `facts` facts, all asked for at the end; ids, int64 (length,), and the tokens of each answer.
 
-    Raises:
-        ValueError: as :func:`samples`, or more facts than a text of this length has room for.
+    Errors are those of :func:`samples`; more facts than a text of this length has room for are one, too.
     """
     passages = _Passages(corpus, tokenizer, length, "heldout")
     for number in range(whole("count", count)):
@@ -93,11 +90,7 @@ class _Passages:
             raise invalid_argument("length", length, f"at least {least} tokens, for a fact and its question")
 
     def write(self, rng: Random, request: Request) -> RecallText:
-        """A text of one passage with all the facts of the request.
-
-        Raises:
-            ValueError: no text of this length has so many.
-        """
+        """A text of one passage with all the facts of the request; refused where none of this length has so many."""
         document = rng.choice(self.documents)
         start = rng.randrange(document.length - self.length + 1)
         passage = np.asarray(self.corpus.tokens(document, start, start + self.length), dtype=np.int64)
@@ -115,11 +108,9 @@ def score(model: Any, ids: Tensor, answer: int) -> Score:
 
 @torch.no_grad()
 def score_answers(model: Any, ids: Tensor, answers: Sequence[range]) -> list[Score]:
-    """How likely a model finds each of some answers in a text, after the right ones before it.
+    """How likely a model finds each of some answers in a text (N,), after the right ones before it.
 
-    Args:
-        model, ids: as in :func:`score`.
-        answers: the tokens of each by number, in the order of the text.
+    `answers` are the tokens of each by number, in the order of the text.
     """
     ids = ids.to(next(model.parameters()).device)[None]
     first = answers[0].start

@@ -52,13 +52,9 @@ class Way:
         return identity | {"run": f"{identity['run']}, {words}", "variant": variant} | self.settings()
 
     def apply(self, model: Any) -> Callable[[], Any] | None:
-        """Let a model skip from now on; what makes empty caches that forget, None where it does not.
+        """Let a model, of ours or of transformers, skip from now on; what makes empty caches that forget, or None.
 
-        Args:
-            model: a GPT of ours, or a model of transformers, bare or in a :class:`gape.hf.LanguageModel`.
-
-        Raises:
-            ValueError: it has no gates, or none that can skip or forget.
+        Refused are models without gates, and those that cannot skip or forget.
         """
         if self.skip_eps:
             skip(model, self.skip_eps)

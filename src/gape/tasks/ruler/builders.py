@@ -44,13 +44,10 @@ class Room:
         return len(self.tokenizer.encode(text))
 
     def fill(self, render: Callable[[int], str], most: int, *, least: int = 0) -> int:
-        """How many units of filler, from `least` to `most`, make a prompt fill the room.
+        """How many units of filler, from `least` to `most`, fill a prompt's room but for `slack` tokens or one unit.
 
-        `render` gives the prompt with so many units; more units are more tokens, on the whole. Less than `slack` tokens
-        or one unit are left to spare.
-
-        Raises:
-            TooShortError: the prompt with the fewest units does not fit.
+        `render` gives the prompt with so many units; more units are more tokens, on the whole. A TooShortError where
+        that with the fewest does not fit.
         """
         low, low_tokens = least, self.count(render(least))
         if low_tokens > self.room:
@@ -99,7 +96,8 @@ def needles(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredients
     outputs = [value for number in chosen for value in values[number]]
     lines = [f"The secret {kind} of {key} is {value}." for key, own in zip(keys, values, strict=True) for value in own]
     depths = [rng.random() for _ in lines]
-    names = _join_names([keys[number] for number in chosen])
+    *some_names, last = (keys[number] for number in chosen)
+    names = f"{', '.join(some_names)} and {last}" if some_names else last
     some, each = ("A", "") if len(outputs) == 1 else ("Some", "s")
     head = f"{some} secret {kind}{each} can be found in the following text. Remember what it says.\n\n"
     are = "is" if len(outputs) == 1 else "are all"
@@ -156,10 +154,6 @@ def _draw(kind: str, rng: Random, ingredients: Ingredients, count: int) -> list[
     return [names.key(number) for number in rng.sample(range(names.keys), count)]
 
 
-def _join_names(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
-
-
 def _first_fitting(tiers: Sequence[Any], make: Callable[[Any], Draft]) -> Draft:
     """What the first tier with room gives; the last one's error where none has."""
     for tier in tiers[:-1]:
@@ -176,7 +170,10 @@ def variables(task: Task, rng: Random, room_for: RoomFor, ingredients: Ingredien
     room = room_for(task.join(chain.names))
 
     def draft(example: bool) -> Draft:
-        before = _worked_example(task, example_chain) if example else ""
+        before = ""
+        if example:
+            shown = "".join(_tracking_prompt(example_chain, " ".join(example_chain.lines)))
+            before = f"{shown} {task.join(example_chain.names)}\n\n"
 
         def prompt(words: int) -> tuple[str, str]:
             body, prefix = _tracking_prompt(chain, text.hide(start, words, chain.lines, depths))
@@ -208,10 +205,6 @@ def _tracking_prompt(chain: _Chain, context: str) -> tuple[str, str]:
     body = f"Keep track of the variables in the following text.\n\n{context}\n\n"
     body += f"Question: Which variables have the value {chain.value} in the end?"
     return body, f"\nAnswer: The {len(chain.names)} variables with the value {chain.value} are"
-
-
-def _worked_example(task: Task, chain: _Chain) -> str:
-    return "".join(_tracking_prompt(chain, " ".join(chain.lines))) + f" {task.join(chain.names)}\n\n"
 
 
 class _Tier(NamedTuple):

@@ -89,13 +89,10 @@ def prepare(
     max_length: int | None = None,
     generate: bool = True,
 ) -> list[Prepared]:
-    """Encode samples for a reader, and find those that are too long before any is read.
+    """Encode samples for a reader; unknown templates, and samples that are too long, are refused before any is read.
 
     `max_length` is a limit of prompt and answer together in place of the reader's; with `generate` the whole budget
     must fit, else the answer alone.
-
-    Raises:
-        ValueError: an unknown template, or samples that are too long.
     """
     if template not in TEMPLATES:
         raise invalid_argument("template", template, f"one of {', '.join(TEMPLATES)}")
@@ -158,11 +155,7 @@ def evaluate(
 ) -> list[Record]:
     """Score all samples, resuming after those that the directory has; a row for each sample, in their order.
 
-    `directory` is of this question alone and gets manifest.json and samples.jsonl; `progress` is called with samples
-    done and in all.
-
-    Raises:
-        ValueError: the directory has an evaluation of something else, or a loss is not finite.
+    `directory` gets manifest.json and samples.jsonl; one of another question is refused, and a loss that is not finite.
     """
     directory.mkdir(parents=True, exist_ok=True)
     _claim(directory, reader, items, question)

@@ -29,17 +29,13 @@ LM_EVAL = "lm-eval"
 def lm_eval_samples(name: str, length: int, tokenizer: str, count: int, seed: int = 0) -> list[dict[str, Any]]:
     """Samples of a task as `lm-eval` makes them, in our fields. It makes 500 of them and may want the network.
 
-    The length is at least 4,096; `tokenizer` is a folder or a name that `transformers` can load.
-
-    Raises:
-        ValueError: a length below 4,096, or what that package needs cannot be had.
-        ImportError: it is missing; says how to install it.
+    The length is at least 4,096; `tokenizer` is a folder or a name that `transformers` can load. A ValueError where
+    what that package needs cannot be had, an ImportError where it is missing.
     """
     own = task(name)
     if length < LM_EVAL_SHORTEST:
-        raise invalid_argument(
-            "length", length, f"at least {LM_EVAL_SHORTEST} for the wording of lm-eval; our own has shorter ones"
-        )
+        expected = f"at least {LM_EVAL_SHORTEST} for the wording of lm-eval; our own has shorter ones"
+        raise invalid_argument("length", length, expected)
     try:
         from lm_eval.tasks import TaskManager  # noqa: PLC0415
     except ImportError as error:
@@ -117,9 +113,7 @@ class Generator:
         """A sample in RULER's fields: task, index, input, answer_prefix, outputs, length, max_seq_length.
 
         And ours: `budget`, the tokens kept free for the answer, which `length` counts; `settings` and `wording`.
-
-        Raises:
-            ValueError: the task does not fit into the length.
+        Refused where the task does not fit into the length.
         """
         own, needed = task(self.name), ""
         for attempt in range(TRIES):
@@ -141,9 +135,8 @@ class Generator:
         budget = own.budget_at(self.length, len(self.tokenizer.encode(f" {own.join(draft.outputs)}")))
         length = self.tokenizer.before + len(self.tokenizer.encode(draft.input + draft.prefix)) + budget
         if not self.least <= length <= self.length:
-            raise invalid_argument(
-                "length", self.length, f"at most about {length:,} for {own.name}: there is no more text to fill it with"
-            )
+            expected = f"at most about {length:,} for {own.name}: there is no more text to fill it with"
+            raise invalid_argument("length", self.length, expected)
         return {
             "task": own.name, "index": number, "input": draft.input, "answer_prefix": draft.prefix,
             "outputs": draft.outputs, "length": length, "max_seq_length": self.length, "budget": budget,

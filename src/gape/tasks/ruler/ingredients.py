@@ -20,11 +20,7 @@ _END = re.compile(r"[.!?][\"')\]]*$")
 
 
 class Text:
-    """Running text as words, begun anew where it ends, with the places between its sentences.
-
-    Raises:
-        ValueError: there is no word in it.
-    """
+    """Running text as words, one at least, begun anew where it ends, with the places between its sentences."""
 
     def __init__(self, text: str, name: str = "noise", digest: str | None = None) -> None:
         self.words = text.split()
@@ -67,15 +63,6 @@ class Text:
 def _read_bytes(path: Path) -> bytes:
     with open_decompressed(path) as file:
         return file.read()
-
-
-def _read_text(path: Path) -> Text:
-    """A haystack of any text file, also `.gz` and `.xz`."""
-    data = _read_bytes(path)
-    try:
-        return Text(data.decode("utf-8"), path.name, sha256(data))
-    except UnicodeDecodeError as error:
-        raise ValueError(f"haystack: {path} is no UTF-8 text: {error}") from error
 
 
 class Question(NamedTuple):
@@ -183,9 +170,8 @@ class Names(NamedTuple):
 class Ingredients:
     """The texts, word lists and questions that samples are made of, each read when a task first needs it.
 
-    Args:
-        text: a file for the tasks that hide needles in prose; repeated sentences where None.
-        questions: files by what they are: "squad" and "hotpotqa".
+    `text` is a file for the tasks that hide needles in prose, repeated sentences where None; `questions` are files by
+    what they are: "squad" and "hotpotqa".
     """
 
     def __init__(self, text: Path | None = None, questions: Mapping[str, Path] | None = None) -> None:
@@ -196,8 +182,7 @@ class Ingredients:
     def names(self) -> Names:
         """The word lists of the package `wonderwords`, those RULER uses; read as files, with no private name of it.
 
-        Raises:
-            ImportError: it is missing; says how to install it.
+        An ImportError says how to install it.
         """
         try:
             folder = resources.files("wonderwords") / "assets"
@@ -222,15 +207,17 @@ class Ingredients:
 
     @cached_property
     def text(self) -> Text:
-        """Prose."""
-        return self.noise if self._text is None else _read_text(self._text)
+        """Prose: that of a text file, also `.gz` and `.xz`, or repeated sentences."""
+        if self._text is None:
+            return self.noise
+        data = _read_bytes(self._text)
+        try:
+            return Text(data.decode("utf-8"), self._text.name, sha256(data))
+        except UnicodeDecodeError as error:
+            raise ValueError(f"haystack: {self._text} is no UTF-8 text: {error}") from error
 
     def questions(self, kind: str) -> Questions:
-        """Questions of a kind.
-
-        Raises:
-            ValueError: no file of them was given, or it is not what it should be.
-        """
+        """Questions of a kind; a ValueError where no file of them was given, or it is not what it should be."""
         if kind not in self._files:
             raise ValueError(f"{kind}: got no file, expected one of that format for tasks that ask questions")
         if kind not in self._questions:

@@ -28,14 +28,10 @@ Floats = npt.NDArray[np.float64]
 
 
 class Reader(ABC):
-    """A model with its tokenizer, which reads prompts chunk by chunk.
+    """A model in eval mode with its tokenizer, which reads prompts in chunks of tokens, in bfloat16 where `low`.
 
     Attributes:
-        model: in eval mode.
         limit: tokens that it can read; None for any number.
-        device: where it is.
-        chunk: tokens that go through the model at once.
-        low: whether to read in bfloat16 autocast.
         forgetting: makes an empty cache that evicts; None for the model's own caches.
             :meth:`gape.tasks.ways.Way.apply` gives it.
     """
@@ -57,11 +53,7 @@ class Reader(ABC):
 
     @abstractmethod
     def chat(self, text: str) -> str:
-        """A prompt as a user's turn in the model's own chat template.
-
-        Raises:
-            ValueError: it has none.
-        """
+        """A prompt as a user's turn in the model's own chat template; refused where it has none."""
 
     @abstractmethod
     def complete(self, prompts: Sequence[Ids], budget: int) -> list[list[int]]:

@@ -58,8 +58,7 @@ class Source(NamedTuple):
 def read(specs: Iterable[str]) -> tuple[list[Sample], list[Source]]:
     """All samples of some files of JSON lines, also `.gz` and `.xz`, and folders of them.
 
-    Raises:
-        ValueError: a line that is no sample, with its place and what is wrong; nothing there; two sources of one name.
+    Refused are lines that are no samples, with their place, paths with nothing there, and two sources of one name.
     """
     samples: list[Sample] = []
     sources: list[Source] = []
@@ -98,14 +97,10 @@ def _file(path: Path, name: str) -> tuple[list[Sample], Source]:
 
 
 def sample(record: Any, *, place: str, source: str, number: int, named: Sequence[str] = ()) -> Sample:
-    """A sample from a record of RULER's fields or those of its relatives.
+    """A sample from a record of RULER's fields or those of its relatives: text, answers, task, length, budget.
 
-    The record has input (or prompt, or context and question), outputs (or output, answers, answer), and where they have
-    them answer_prefix (or gen_prefix, answer_start), task, max_seq_length (or max_length), budget (or max_new_tokens).
-    `place` is file and line, for errors; `named` has names of files and folders that may say the task and the length.
-
-    Raises:
-        ValueError: a field is missing or of another type, or there is no answer; says where and which.
+    `place` is file and line, for errors, which say what is missing or of another type; `named` has names of files and
+    folders that may say the task and the length.
     """
     if not isinstance(record, dict):
         raise ValueError(f"{place} is not a JSON object")

@@ -13,16 +13,14 @@ _SHARE = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """One of RULER's tasks.
+    """One of RULER's tasks, by its name.
 
     Attributes:
-        name: RULER's.
-        family: which builder makes it: needles, variables, common, frequent or questions.
+        family: which builder makes it: needles, variables, common, frequent or questions; `settings` are those of it.
         budget: tokens that RULER lets a model answer with.
         match: "all": the share of references in the answer; "part": 1 where one of them is in it.
         findable: whether every answer stands word for word in its prompt; HotpotQA has answers of yes and no.
         join: references as the one text whose likelihood is measured.
-        settings: of the builder.
     """
 
     name: str
@@ -88,11 +86,7 @@ CALLED = (*TASKS, *_ALIASES)
 
 
 def task(name: str) -> Task:
-    """The task of that name.
-
-    Raises:
-        ValueError: there is none; says which there are.
-    """
+    """The task of that name; a ValueError says which there are."""
     own = TASKS.get(_ALIASES.get(name, name))
     if own is None:
         raise ValueError(f"task: got {name!r}, expected one of {', '.join(TASKS)}")
