@@ -45,8 +45,8 @@ def copied(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
     """Another process measures in a run's directory."""
-    code = "import sys; from pathlib import Path; from gape.utils import locks\n"
-    code += "with locks.locked(Path(sys.argv[1]), 'measured'): print('held', flush=True); input()"
+    code = "import sys; from pathlib import Path; from gape.utils import files\n"
+    code += "with files.locked(Path(sys.argv[1]), 'measured'): print('held', flush=True); input()"
     command = [sys.executable, "-c", code, str(directory)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

@@ -13,7 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gape.train import CheckpointError, DiskFullError, checkpoint, load_model, verify
 from gape.utils import files
-from gape.utils.locks import locked
+from gape.utils.files import locked
 from tests.train.toy import gpt, outcome, trainer
 
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")

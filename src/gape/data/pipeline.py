@@ -18,7 +18,7 @@ from gape.data.corpus import Corpus, open_corpus
 from gape.data.inputs import EMPTY, Fields, Input, Record, find, probe, records
 from gape.data.shards import CARD, FORMAT, LISTED, SPLITS, Counts, Cursor, Entry, Parts, finish
 from gape.data.tokenizer import Tokenizer, load_tokenizer
-from gape.utils import files, locks
+from gape.utils import files
 from gape.utils.random import key
 
 SETTINGS = "prepare.json"
@@ -91,7 +91,7 @@ def prepare(
     probe(job.sources, job.fields)
     claim(directory, job.settings())
     parts = Parts(directory, config.shard_tokens)
-    with locks.locked(parts.records, "prepared"):
+    with files.locked(parts.records, "prepared"):
         files.sweep(directory)
         # Checked under the lock: the process that had it a moment ago may have finished the corpus.
         if (directory / CARD).is_file():

@@ -28,7 +28,7 @@ from gape.report import tables
 from gape.report.tables import Table
 from gape.tasks.far_back import FarBackConfig, Sums, measure, summary
 from gape.train import checkpoint
-from gape.utils import files, locks
+from gape.utils import files
 from gape.utils.jsonl import Record, read_object
 from gape.utils.progress import Progress, ProgressTable
 from gape.utils.validation import invalid_argument
@@ -181,7 +181,7 @@ def _each(runs: Sequence[Path], reader: Reader, device: str, analyse: Callable[[
     with ProgressTable(progress, "run") as table:
         for place, directory in enumerate(runs):
             table.show("analysed", place, len(runs))
-            with locks.locked(directory, "measured"):
+            with files.locked(directory, "measured"):
                 run = open_run(directory, target, progress.log)
                 run.accept(reader.tokenizer)
                 analyse(run, progress.log)

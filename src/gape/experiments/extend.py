@@ -41,7 +41,7 @@ from gape.tasks.ruler import sources
 from gape.tasks.ruler.generator import SHORTEST
 from gape.tasks.ruler.readers import TransformersReader
 from gape.train import TrainConfig
-from gape.utils import files, launch, locks
+from gape.utils import files, launch
 from gape.utils.jsonl import read_object
 from gape.utils.progress import Progress
 from gape.utils.validation import invalid_argument, suggestion, whole
@@ -112,7 +112,7 @@ def perform(settings: Settings, out: Path, *, device: str = "auto", precision: s
     job.check()
     with _claimed(settings, out):
         _ = job.corpus
-    with locks.locked(out, "extended"):
+    with files.locked(out, "extended"):
         job.run()
     return out if settings.method == "plain" else out / MODEL
 

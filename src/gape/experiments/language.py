@@ -28,7 +28,7 @@ from gape.report.results import pack_hits
 from gape.report.series import GENERATE, SEVERAL
 from gape.tasks import recall
 from gape.train import StopFlag, Trainer, held_out_loss
-from gape.utils import locks
+from gape.utils import files
 from gape.utils.jsonl import Record, read_object
 from gape.utils.progress import ProgressTable
 from gape.utils.run_info import device_name
@@ -105,7 +105,7 @@ def missing(run: LanguageRun, directory: Path, device: torch.device, step: int) 
 def measure(run: LanguageRun, directory: Path, device: torch.device, log: Log) -> None:
     """Measure perplexity, recall and generation at the missing contexts of the recipe."""
     corpus = _corpus(run)
-    with locks.locked(directory, "measured"):
+    with files.locked(directory, "measured"):
         opened = open_run(directory, device, log)
         perplexity.measure(opened, _settings(run, corpus, device), log)
         _measure_recall(run, opened, corpus, device, log)

@@ -21,7 +21,7 @@ from gape.models.gpt import GPT
 from gape.report.results import pack_hits
 from gape.tasks import niah
 from gape.train import StopFlag, Trainer
-from gape.utils import files, jsonl, locks
+from gape.utils import files, jsonl
 from gape.utils.jsonl import Record
 from gape.utils.progress import ProgressTable
 from gape.utils.validation import invalid_argument
@@ -66,7 +66,7 @@ def missing(run: NeedleRun, directory: Path, device: torch.device, step: int) ->
 
 def measure(run: NeedleRun, directory: Path, device: torch.device, log: Log) -> None:
     """Evaluate at the missing lengths, then analyse the model."""
-    with locks.locked(directory, "measured"):
+    with files.locked(directory, "measured"):
         opened = open_run(directory, device, log)
         _evaluate(run, opened, device, log)
         step = opened.identity["step"]
@@ -103,7 +103,7 @@ def evaluate_runs(
         runs[directory] = replace(run, evaluation=evaluation)
         check(runs[directory], directory)
     for directory, run in runs.items():
-        with locks.locked(directory, "measured"):
+        with files.locked(directory, "measured"):
             _evaluate(run, open_run(directory, target, log), target, log)
     return [row for directory, run in runs.items() for row in _rows_of(run, directory, target)]
 

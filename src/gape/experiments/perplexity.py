@@ -27,7 +27,7 @@ from gape.report.statistics import window_difference
 from gape.report.tables import Table, interval
 from gape.tasks import perplexity
 from gape.tasks.ways import DENSE, Way
-from gape.utils import files, locks
+from gape.utils import files
 from gape.utils.jsonl import Record
 from gape.utils.progress import ProgressTable
 from gape.utils.run_info import manifest
@@ -110,7 +110,7 @@ def measure_models(directories: Sequence[Path], settings: Settings, *, log: Log 
         _check(directory, settings)
     measured = []
     for directory in directories:
-        with locks.locked(directory, "measured"):
+        with files.locked(directory, "measured"):
             opened = open_model(directory, settings.device, log, attention=settings.attention)
             rows = measure(opened, settings, log)
             measured.append(rows)

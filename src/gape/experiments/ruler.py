@@ -29,7 +29,7 @@ from gape.tasks.ruler.ingredients import Ingredients
 from gape.tasks.ruler.readers import GPTReader, Reader, TransformersReader
 from gape.tasks.ruler.sources import Sample, Source
 from gape.tasks.ruler.tasks import TASKS, task
-from gape.utils import files, locks
+from gape.utils import files
 from gape.utils.jsonl import Record, read_object
 from gape.utils.progress import ProgressTable
 from gape.utils.validation import invalid_argument, whole
@@ -226,7 +226,7 @@ def _measure_model(
 ) -> list[Record]:
     name, store = str(about["run"]), ResultStore(home / ROWS)
     home.mkdir(parents=True, exist_ok=True)
-    with locks.locked(home, "measured"), ProgressTable(unit="sample") as table:
+    with files.locked(home, "measured"), ProgressTable(unit="sample") as table:
         rows = scoring.evaluate(
             reader, items, settings, home / HOME / about["key"], question=question,
             progress=lambda done, total: table.show(name, done, total),

@@ -7,8 +7,7 @@ from gape.train.optimizer import learning_rate, parameter_groups
 from gape.train.run_files import NonFiniteError
 from gape.train.step import held_out_loss
 from gape.train.trainer import Trainer
-from gape.utils.files import DiskFullError
-from gape.utils.locks import BusyError
+from gape.utils.files import BusyError, DiskFullError
 from gape.utils.signals import Interrupted, StopFlag
 
 __all__ = [

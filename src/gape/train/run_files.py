@@ -14,7 +14,7 @@ from torch import Tensor
 from gape.data.windows import Batch
 from gape.models.loss import IGNORED
 from gape.train import checkpoint
-from gape.utils import files, locks
+from gape.utils import files
 from gape.utils.jsonl import JSONLines
 
 
@@ -50,7 +50,7 @@ class RunFiles:
             return self
         self.run_dir.mkdir(parents=True, exist_ok=True)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(locks.locked(self.run_dir))
+            stack.enter_context(files.locked(self.run_dir))
             for name in ("log", "runtime"):
                 self._logs[name] = JSONLines(self.run_dir / f"{name}.jsonl")
                 stack.callback(self._logs[name].close)
