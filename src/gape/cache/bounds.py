@@ -71,9 +71,6 @@ def limits_of_weights(attention: GAPEAttention, norm: nn.Module) -> Limits:
 
     A normed input is gain ⊙ z + shift with ‖z‖ ≤ √E, so q = A·z + a and k = B·z + b lie in balls pressed flat. The
     score of the own key, where rotations cancel, is a quadratic form in z, with a least value of its own.
-
-    Raises:
-        ValueError: `norm` is neither a LayerNorm nor an RMSNorm over the last dimension.
     """
     rotation = getattr(attention.scheme, "base", None)
     stretch = float(getattr(rotation, "attention_scale", 1.0))

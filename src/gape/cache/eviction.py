@@ -54,9 +54,6 @@ class EvictionRule:
         bounds: what is known of future queries. "weights" bounds them by the weights and is proven for all inputs.
             "queries" takes the largest query so far and an eighth more; `realised_eps` says what that came to.
         partial: allow heads without a floor and layers without gates, whose keys are all kept under eps.
-
-    Raises:
-        ValueError: a value is out of range; names it.
     """
 
     eps: float | None = None
@@ -219,9 +216,6 @@ class Evictor:
     Attributes:
         interval: tokens that come between evictions.
         max_keys: the budget of a key head; 0 where eps decides.
-
-    Raises:
-        ValueError: the budget is too small for this batch.
     """
 
     def __init__(self, rule: EvictionRule, specs: Sequence[LayerSpec], storage: PagedStorage) -> None:

@@ -65,9 +65,7 @@ class KVCache:
 
         Positions (n,) or (B, n) of None go on counting from the number of tokens cached.
 
-        Raises:
-            ValueError: the tokens do not go with the cached ones (another batch, width or dtype, documents or a
-                side on one part only, positions left out after explicit ones).
+        A ValueError names what does not go with the cached tokens.
         """
         batch, added = k.size(0), k.size(2)
         if positions is None and "positions" in self._buffers:

@@ -93,9 +93,6 @@ class PagedLayer:
             rotate: gives rotated q and k, rate and landmark, where no kernel does that.
             step: what `rotate` does, for kernels; None where they cannot.
             real: bool (B, n), False for pads, which stand on the left; None where there are none.
-
-        Raises:
-            ValueError: another batch, positions that do not rise by one, or an earlier call that broke off.
         """
         cache, width = self._cache, v.size(-1)
         if not cache.capturing:

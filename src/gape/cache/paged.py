@@ -59,9 +59,6 @@ class PagedCache:
         call: the call that is adding tokens, None between calls.
         capturing: whether a step is being captured: then nothing is counted on the host.
         uncaptured: why the last single token was not replayed from a captured graph; None if it was.
-
-    Raises:
-        ValueError: what `specs` refuses.
     """
 
     def __init__(
@@ -188,8 +185,7 @@ class PagedCache:
 
         k (B, Hk, n, D) and v (B, Hk, n, Dv) are those of the first layer; the rest as in :meth:`PagedLayer.attend`.
 
-        Raises:
-            ValueError: another batch or dtype than cached, positions that do not rise by one, or a call broke off.
+        A ValueError refuses tokens that do not go on from those cached.
         """
         if self._storage is None:
             self._open(k, v)

@@ -84,9 +84,6 @@ def step_cost(
         accumulation: micro-batches.
         horizon: distance beyond which keys are skipped, by kernels and between processes; infinite without floors.
         dtype: in which a model computes; gradients are float32 (float64 beside float64).
-
-    Raises:
-        ValueError: a size below 1, or K that does not divide P or N.
     """
     ways, total = whole("context_parallel", context_parallel), whole("processes", processes)
     if total % ways or length % ways:

@@ -209,14 +209,11 @@ class GAPEAttention(Skips, nn.Module):
         attn_mask: Tensor | None = None,
         cache: KVCache | PagedLayer | None = None,
     ) -> Plan:
-        """Say what :meth:`forward` would run for these arguments; nothing attends, and nothing is cached.
+        """Say what :meth:`forward` would run, with its errors and one for a scheme without gates; nothing is cached.
 
         Returns:
             The plan that :func:`gape.explain` gives for the operator. `prologue` says how q and k are made ready,
             "fused" in one pass over memory or by the scheme's own "steps"; a cache in pages is the `impl` "pages".
-
-        Raises:
-            ValueError: as :meth:`forward`, and for a scheme without gates.
         """
         n, gates = self._checked(x, positions, documents, cache, attn_mask, 0), self.gates
         if gates is None:

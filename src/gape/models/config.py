@@ -110,9 +110,6 @@ def of_layer(options: Mapping[str, Any], layer: int, n_layer: int) -> dict[str, 
     A value is used for all heads of all layers, a list for the heads of every layer, a list of lists has one list for
     each layer: one value per head, or one value for all heads. Floors are those of query heads, positions and scales
     those of key heads. A window is that of a layer: a number, or [[0], [256], …].
-
-    Raises:
-        ValueError: lists for another number of layers, or values among them.
     """
     chosen = dict(options)
     for name in BY_LAYER:

@@ -40,11 +40,8 @@ def register(name: str, scheme: type[Scheme]) -> None:
     saved with the name alone, so register it before they are loaded.
 
     Args:
-        name: letters, digits and hyphens, not that of another scheme.
+        name: letters, digits and hyphens, not that of another scheme; a ValueError says so.
         scheme: a subclass of :class:`Scheme`, such as one of :class:`Rotary` with `frequencies` of its own.
-
-    Raises:
-        ValueError: the name or the scheme is none such.
     """
     if not isinstance(name, str) or not name.replace("-", "").isalnum():
         raise invalid_argument("name", name, "letters, digits and hyphens")

@@ -43,12 +43,8 @@ class Window:
         """Index of the first step whose loss or norm is not finite."""
         return next((i for i, pair in enumerate(self.read()) if not all(map(math.isfinite, pair))), None)
 
-    def clear(self) -> None:
-        """Drop all steps."""
-        self._waiting, self._read = [], []
-
     def restore(self, values: Sequence[Sequence[float]]) -> None:
-        """Set the steps to those of a checkpoint."""
+        """Set the steps to those of a checkpoint, or to none."""
         self._waiting, self._read = [], [list(map(float, pair)) for pair in values]
 
 

@@ -259,7 +259,7 @@ class Trainer:
         self._files.note(event="timing", step=step, **timing)
         self._reporter.update(step, f"loss {loss:.4f}  lr {rate:.1e}  {1000 * seconds:.1f} ms/step")
         self._remember(rows, step)
-        self.window.clear()
+        self.window.restore([])
 
     def _observe(self) -> None:
         """Call `observe` where that is due."""
