@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gape.positions import build
-from gape.positions.fox import FoX
+from gape.positions.biases import FoX
 
 naive_forgetting_attn = pytest.importorskip("fla.ops.forgetting_attn.naive").naive_forgetting_attn
 

@@ -20,8 +20,7 @@ from gape.ops import inputs, reference
 from gape.ops.inputs import Problem, Visibility, bias_dtype
 from gape.ops.plain import rate_bias
 from gape.positions.base import Scheme
-from gape.positions.biases import GRAPE
-from gape.positions.fox import FoX
+from gape.positions.biases import GRAPE, FoX
 from gape.positions.gated import Gated
 from gape.utils.validation import invalid_argument
 

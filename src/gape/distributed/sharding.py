@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from gape.gates import GAPEGates
 from gape.models.skipping import Skips
-from gape.positions.fox import ForgetGate
+from gape.positions.biases import ForgetGate
 
 #: Modules whose parameters stay float32.
 GATES = (GAPEGates, ForgetGate)

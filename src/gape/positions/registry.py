@@ -6,8 +6,7 @@ from typing import Any
 
 from gape.gates import GAPEGates
 from gape.positions.base import Scheme, keyword_defaults
-from gape.positions.biases import FIRE, GRAPE, T5, ALiBi, Kerple
-from gape.positions.fox import FoX
+from gape.positions.biases import FIRE, GRAPE, T5, ALiBi, FoX, Kerple
 from gape.positions.gated import Gated
 from gape.positions.rotary import NTK, PI, SWAN, HoPE, LongRoPE, NoPE, PRoPE, RoPE, Rotary, YaRN
 from gape.utils.validation import invalid_argument, suggestion
