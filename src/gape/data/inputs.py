@@ -15,12 +15,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, cast
 
 from gape.data.config import PrepareConfig
 from gape.utils.files import file_sha256
+from gape.utils.validation import optional
 
 #: The endings of the names of files, and the kind each is; any of :data:`COMPRESSED` may follow.
 KINDS = {
@@ -167,11 +167,7 @@ def filesystem() -> Any:
 
 
 def _hub() -> Any:
-    try:
-        import huggingface_hub  # noqa: PLC0415
-    except ImportError as error:
-        raise ImportError("files of the hub need huggingface-hub: pip install 'gape[hub]'") from error
-    return huggingface_hub
+    return optional("files of the hub need huggingface-hub", "hub", "huggingface_hub")
 
 
 def kind_of(file: str) -> str:
@@ -366,7 +362,4 @@ def _open(source: Input) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 
 
 def _arrow(module: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ImportError("Parquet files and those ending in .zst need pyarrow: pip install 'gape[data]'") from error
+    return optional("Parquet files and those ending in .zst need pyarrow", "data", module)

@@ -8,6 +8,8 @@ import json
 from pathlib import Path
 from typing import Any, Protocol
 
+from gape.utils.validation import optional
+
 #: A folder with one of these pairs holds a byte-level BPE as GPT-2's: the vocabulary, then the merges.
 GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 #: What ends a text, in the order tried, where a tokenizer does not say it itself.
@@ -192,14 +194,8 @@ def _digest(*parts: bytes) -> str:
 
 
 def _library() -> Any:
-    try:
-        import tokenizers  # noqa: PLC0415
-        import tokenizers.decoders  # noqa: PLC0415
-        import tokenizers.models  # noqa: PLC0415
-        import tokenizers.pre_tokenizers  # noqa: PLC0415
-    except ImportError as error:
-        raise ImportError("this tokenizer needs the library tokenizers: pip install 'gape[data]'") from error
-    return tokenizers
+    parts = ("tokenizers", "tokenizers.decoders", "tokenizers.models", "tokenizers.pre_tokenizers")
+    return optional("this tokenizer needs the library tokenizers", "data", *parts)
 
 
 def _not_found(spec: str, why: str) -> ValueError:

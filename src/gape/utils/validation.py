@@ -8,6 +8,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Iterable
+from importlib import import_module
 from numbers import Integral, Real
 from typing import Any
 
@@ -28,6 +29,14 @@ def suggestion(name: object, known: Iterable[str], *, before: str = "; ", prefix
     """The end of an error message about an unknown name: "did you mean …?" with at most so many names, or nothing."""
     close = [f"{prefix}{other}" for other in difflib.get_close_matches(str(name), list(known), n=most)]
     return f"{before}did you mean {' or '.join(close)}?" if close else ""
+
+
+def optional(need: str, extra: str, *modules: str) -> Any:
+    """The first of some modules, all imported; an ImportError says what needs them and which extra installs them."""
+    try:
+        return next(iter([import_module(module) for module in modules]))
+    except ImportError as error:
+        raise ImportError(f"{need}: pip install 'gape[{extra}]'") from error
 
 
 def finite(name: str, x: Any, expected: str = "a finite number") -> float:
