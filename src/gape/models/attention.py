@@ -126,8 +126,8 @@ class GAPEAttention(Skips, nn.Module):
         if keep and (self.stepwise or isinstance(cache, PagedLayer)):
             # Whoever listens gets every query, and a paged cache needs the bounds of all of them.
             return self.forward(x, positions, documents, cache, attn_mask)[:, n - keep :]
-        whole = keep in (0, n) and cache is None
-        fused = self._fused_prologue(x, positions, documents, attn_mask) if whole else None
+        plain = positions is None and documents is None and attn_mask is None and cache is None
+        fused = self._fused_prologue(x) if plain and keep in (0, n) else None
         if fused is not None:
             given, eps = self._fused_arguments(x, *fused), self.how(n).get("eps", 0.0)
             return self.merge(fused[0].fused.run(*given, scale=self.scale, eps=eps))
@@ -218,7 +218,8 @@ class GAPEAttention(Skips, nn.Module):
         n, gates = self._checked(x, positions, documents, cache, attn_mask, 0), self.gates
         if gates is None:
             raise invalid_argument("position", self.position, "a scheme with gates, whose name ends in +gape")
-        fused = self._fused_prologue(x, positions, documents, attn_mask) if cache is None else None
+        plain = positions is None and documents is None and attn_mask is None and cache is None
+        fused = self._fused_prologue(x) if plain else None
         if fused is not None:
             return explain_fused(fused[0], *self._fused_arguments(x, *fused), scale=self.scale)
 
@@ -233,12 +234,9 @@ class GAPEAttention(Skips, nn.Module):
         self.landmark_mean = mean_before
         return stated
 
-    def _fused_prologue(
-        self, x: Tensor, positions: Tensor | None, documents: Tensor | None, attn_mask: Tensor | None
-    ) -> tuple[FusedChoice, OnePass] | None:
+    def _fused_prologue(self, x: Tensor) -> tuple[FusedChoice, OnePass] | None:
         """What runs after one pass that makes q and k ready, and what that pass does; None where steps run."""
-        plain = positions is None and documents is None and attn_mask is None
-        if not plain or self.stepwise or self.keep_landmark:
+        if self.stepwise or self.keep_landmark:
             return None
         learns = torch.is_grad_enabled() and learning(x, *self.qkv.parameters(), *self.scheme.parameters())
         projection = Projection(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from typing import TYPE_CHECKING
 
@@ -165,10 +164,12 @@ def _capture(step: Step, cache: PagedCache, ids: Tensor, positions: Tensor) -> t
         torch.add(places[:, 0], 1, out=storage.next_position)
         return logits
 
-    device = ids.device
+    device, casts = ids.device, torch.is_autocast_enabled("cuda")
+    # Autocast's cache of cast weights ends with it, while the graph still reads it.
+    uncached = torch.autocast("cuda", torch.get_autocast_dtype("cuda"), enabled=casts, cache_enabled=False)
     try:
         cache.capturing = True
-        with torch.cuda.device(device), _uncached_autocast():
+        with torch.cuda.device(device), uncached:
             current, side = torch.cuda.current_stream(), torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             side.wait_stream(current)
             with torch.cuda.stream(side):
@@ -227,10 +228,3 @@ def _mode() -> tuple[object, ...]:
     """The autocast dtype, on which a graph depends besides the weights."""
     enabled = torch.is_autocast_enabled("cuda")
     return enabled, torch.get_autocast_dtype("cuda") if enabled else None
-
-
-def _uncached_autocast() -> AbstractContextManager[object]:
-    """Autocast as it is, without its cache of cast weights, which ends with it while the graph still reads it."""
-    if not torch.is_autocast_enabled("cuda"):
-        return nullcontext()
-    return torch.autocast("cuda", torch.get_autocast_dtype("cuda"), cache_enabled=False)
