@@ -58,15 +58,18 @@ _current: list[_Processes] = []
 _calls = 0
 
 
-def connect() -> None:
+def connect() -> bool:
     """Join the process group of the job, on GPUs over NCCL and on CPUs over gloo; once, and not for a lone process.
+
+    Returns:
+        Whether this call joined it, and whoever made it should :func:`leave`.
 
     Raises:
         RankError: the other processes do not answer.
         ValueError: more processes on this machine than it has GPUs.
     """
     if _current or launch.size() == 1:
-        return
+        return False
     backend = "gloo"
     if torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -80,6 +83,7 @@ def connect() -> None:
     except (RuntimeError, ValueError) as error:
         raise RankError(f"rank {launch.rank()} cannot reach the other processes: {error}") from error
     _current.append(_Processes(own, count, _c10d.PrefixStore("gape", store)))
+    return True
 
 
 def leave() -> None:
