@@ -18,6 +18,7 @@ import gape.hf
 from gape.experiments import extend, own_answers
 from tests.cli.test_commands import gape_exits
 from tests.cli.test_hf import with_words
+from tests.distributed.launch import torchrun
 from tests.hf.tiny import tiny
 
 NATIVE, TO = 640, 1280
@@ -42,7 +43,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("books.jsonl").write_text("".join(json.dumps(book) + "\n" for book in books))
     # Little to read and to answer.
     monkeypatch.setattr(own_answers, "short_prompts", lambda: ["abc"] * 102)
-    monkeypatch.setattr(extend, "KEPT_TOKENS", 4)
+    monkeypatch.setattr(own_answers, "KEPT_TOKENS", 4)
     monkeypatch.setattr(extend, "SCORED_TEXTS", 3)
     monkeypatch.setattr(extend, "LOGIT_TOKENS", 64)
     monkeypatch.setattr(extend, "SINK_TOKENS", 64)
@@ -124,8 +125,22 @@ def test_a_figure_that_is_not_finite_is_no_row(home: Path, capsys: pytest.Captur
     assert not Path("out/rows.jsonl").exists()
 
 
-def test_one_process_extends(home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
+@pytest.mark.slow
+def test_two_processes_extend_to_the_model_of_one(home: Path) -> None:
+    # Of two windows at once each process has one; a long window is one of which each has half the tokens.
+    command = ("hf", "extend", "small", "books.jsonl", *SMALL, "--batch-size", "2")
+    for count, out in ((1, "alone"), (2, "together")):
+        done = torchrun(count, "-m", "gape", *command, "--out", out)
+        assert (done.returncode, done.stdout.split()) == (0, [f"{out}/model"]), done.stderr
+    alone, together = weights("alone"), weights("together")
+    assert all(torch.allclose(alone[name], together[name], rtol=0, atol=1e-5) for name in alone)
+    assert Path("together/rows.jsonl").read_text().count("\n") == Path("alone/rows.jsonl").read_text().count("\n")
+
+
+def test_processes_that_cannot_share_a_window_are_refused(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "7")
     assert gape_exits("hf", "extend", "small", "books.jsonl", *SMALL, "--out", "out") == 2
     assert "nproc-per-node: " in capsys.readouterr().err
     assert not Path("out").exists()

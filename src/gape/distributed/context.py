@@ -49,14 +49,19 @@ def context_parallel(model: nn.Module, mesh: DeviceMesh, *, eps: float = 0.0) ->
     Raises:
         ValueError: a layer that attends in another way; names it and says why.
     """
-    layers = [m for m in model.modules() if isinstance(m, Skips)]
+    return ContextParallel(layers_to_slice(model), mesh, weight("eps", eps))
+
+
+def layers_to_slice(model: nn.Module) -> list[Any]:
+    """The attention layers of a model, refused where one cannot be sliced; errors as :func:`context_parallel`."""
     for name, module in model.named_modules():
         reason = _refusal(module)
         if reason is not None:
             raise ValueError(f"context_parallel: {name or type(model).__name__} {reason}")
+    layers = [m for m in model.modules() if isinstance(m, Skips)]
     if not layers:
         raise invalid_argument("model", type(model).__name__, "one with layers of gape, which alone can be sliced")
-    return ContextParallel(layers, mesh, weight("eps", eps))
+    return layers
 
 
 def _scheme(layer: Any) -> Scheme | None:

@@ -54,13 +54,14 @@ _current: list[_Processes] = []
 _calls = 0
 
 
-def connect() -> None:
+def connect() -> bool:
     """Join the process group of the job, on GPUs over NCCL and on CPUs over gloo; once, and not for a lone process.
 
-    RankError where the others do not answer, ValueError for more processes on a machine than it has GPUs.
+    True where this call joined it, and whoever made it should :func:`leave`. RankError where the others do not answer,
+    ValueError for more processes on a machine than it has GPUs.
     """
     if _current or launch.size() == 1:
-        return
+        return False
     backend = "gloo"
     if torch.cuda.is_available():
         local = int(os.environ.get("LOCAL_RANK", "0"))
@@ -74,6 +75,7 @@ def connect() -> None:
     except (RuntimeError, ValueError) as error:
         raise RankError(f"rank {launch.rank()} cannot reach the other processes: {error}") from error
     _current.append(_Processes(own, count, _c10d.PrefixStore("gape", store)))
+    return True
 
 
 def leave() -> None:

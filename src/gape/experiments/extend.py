@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +22,13 @@ import torch
 
 import gape.hf
 from gape.data import Corpus, RecallSource, WindowSource, load_tokenizer
+from gape.distributed import processes
+from gape.distributed.context import layers_to_slice
 from gape.experiments import extend_measures as measures
 from gape.experiments import finetune, own_answers, ruler
 from gape.experiments.experiment import pick_device, wants_bfloat16
 from gape.experiments.extend_measures import AFTER, BEFORE, SHORTEST_CONTEXT, Measures
-from gape.experiments.extend_settings import LONG, SCORED_TEXTS, Phase, Settings
+from gape.experiments.extend_settings import LONG, SCORED_TEXTS, SHORT, Phase, Settings
 from gape.experiments.open_model import MODEL, SETTINGS, base_of, load_transformers, transformers_reader
 from gape.experiments.result_store import ResultStore
 from gape.hf import extension
@@ -58,10 +61,6 @@ LAST = 512
 LOGIT_TOKENS = 8192
 #: Texts that sinks and means of keys are measured on, and tokens of each.
 SINK_TEXTS, SINK_TOKENS = 16, 1024
-#: Prompts that the original writes and answers, and tokens of a prompt and of an answer.
-KEPT_PROMPTS, PROMPT_TOKENS, KEPT_TOKENS = 4096, 64, 128
-#: Answers to each prompt that ships, for a model that writes none.
-KEPT_ANSWERS = 8
 #: Characters of the haystack of prose.
 _HAYSTACK_CHARACTERS = 2_000_000
 
@@ -103,23 +102,35 @@ def extend(
 
 
 def perform(settings: Settings, out: Path, *, device: str = "auto", precision: str = "auto") -> Path:
-    """Extend a model in a directory, from wherever that stands; arguments and errors as :func:`extend`.
-
-    Returns the directory of the model; for the method "plain", `out`.
-    """
-    target = pick_device(device)
-    job = Job(settings, out, target, precision)
+    """The directory of the extended model; for the method "plain", `out`. Arguments and errors as :func:`extend`."""
+    job = Job(settings, out, pick_device(device), precision)
     job.check()
+    joined = processes.connect()
     with _claimed(settings, out):
         _ = job.corpus
-    with files.locked(out, "extended"):
+    with files.locked(out, "extended") if launch.is_first() else nullcontext():
         job.run()
+    if joined:
+        processes.leave()
     return out if settings.method == "plain" else out / MODEL
 
 
 @contextmanager
 def _claimed(settings: Settings, out: Path) -> Iterator[None]:
     """Claim a directory; what is refused inside leaves nothing of this call behind."""
+    existed, claimed = processes.from_first(lambda: _claim(settings, out))
+    try:
+        yield
+    except ValueError:
+        if not claimed and launch.is_first():
+            (out / MARK).unlink()
+            if not existed and not any(out.iterdir()):
+                out.rmdir()
+        raise
+
+
+def _claim(settings: Settings, out: Path) -> tuple[bool, bool]:
+    """Write the settings into a directory; whether it was there, and whether they were."""
     if files.foreign(out, MARK):
         raise invalid_argument("out", str(out), "a new or empty directory, or one of this command")
     before, now = read_object(out / MARK), settings.stored()
@@ -130,14 +141,7 @@ def _claimed(settings: Settings, out: Path) -> Iterator[None]:
     existed = out.exists()
     out.mkdir(parents=True, exist_ok=True)
     files.replace(out / MARK, files.to_json(now))
-    try:
-        yield
-    except ValueError:
-        if not before:
-            (out / MARK).unlink()
-            if not existed and not any(out.iterdir()):
-                out.rmdir()
-        raise
+    return existed, bool(before)
 
 
 class Job:
@@ -151,8 +155,6 @@ class Job:
     def check(self) -> None:
         """Refuse a model, a target, floors or paths that cannot be, before anything is written."""
         settings = self.settings
-        if launch.size() > 1:
-            raise invalid_argument("nproc-per-node", launch.size(), "one process; gape hf finetune takes several")
         finetune.refuse_data(settings.data)
         if settings.needles is not None:
             sources.read([settings.needles])
@@ -166,7 +168,12 @@ class Job:
         self._refuse_method(model)
         self.skips = self.device.type == "cuda" and has_gates(model) and cannot_skip(model) is None
         for phase in settings.phases(self.native):
-            self.train_config(phase)
+            ways = self.train_config(phase).context_parallel
+            if ways > 1:
+                layers_to_slice(model)
+            if phase.length % ways:
+                fits = f"a number that divides {phase.length}, the tokens of a window that they share"
+                raise invalid_argument("nproc-per-node", launch.size(), fits)
 
     def _refuse_method(self, model: Any) -> None:
         """Refuse options of the method by what would be put into a model, which is changed."""
@@ -187,8 +194,10 @@ class Job:
         )  # fmt: skip
 
     def train_config(self, phase: Phase) -> TrainConfig:
-        """The settings of a phase of the tuning."""
-        return self.settings.train_config(phase, self.precision, skips=self.skips)
+        """The settings of a phase of the tuning; processes share the tokens of a window where windows are too few."""
+        count = launch.size()
+        ways = 1 if count <= phase.batch_size else count // math.gcd(count, phase.batch_size)
+        return self.settings.train_config(phase, self.precision, skips=self.skips, context_parallel=ways)
 
     def free(self, model: Any) -> int:
         """How many key heads have no floor."""
@@ -213,20 +222,41 @@ class Job:
         return corpus
 
     def run(self) -> None:
-        """Everything that is missing, in order."""
-        settings, store = self.settings, ResultStore(self.out / ROWS)
-        wanted = self.measures()
-        original = partial(self._reader, settings.model)
-        if settings.before:
-            measures.measure(store, BEFORE, wanted, self.corpus, original)
+        """Everything that is missing, in order; of several processes all tune, and the first does the rest."""
+        if processes.from_first(self._prepare):
+            for phase in self.settings.phases(self.native):
+                self._tune(phase)
+        processes.from_first(self._finish)
+
+    def _prepare(self) -> bool:
+        """Measure the model as it is and make what the tuning begins with; whether there is anything to tune."""
+        if self.settings.before:
+            measures.measure(self._store, BEFORE, self._measures, self.corpus, self._original)
+        if self.settings.method == "plain" or (self.out / MODEL / "config.json").is_file():
+            return False
+        self._start()
+        self._keep()
+        return True
+
+    def _finish(self) -> None:
+        """Put the tuned model in its place, measure it and write the report."""
+        settings, store = self.settings, self._store
         if settings.method != "plain":
-            self._start()
-            self._tune()
-            measures.measure(store, AFTER, wanted, self.corpus, partial(self._reader, str(self.out / MODEL)), original)
+            self._clear()
+            tuned = partial(self._reader, str(self.out / MODEL))
+            measures.measure(store, AFTER, self._measures, self.corpus, tuned, self._original)
         minutes = report.tuning_minutes([self.out / phase.folder for phase in settings.phases(self.native)])
         report.write(self.out, settings.stored() | {"native": self.native}, store.rows(), minutes)
 
-    def measures(self) -> Measures:
+    @cached_property
+    def _store(self) -> ResultStore:
+        return ResultStore(self.out / ROWS)
+
+    def _original(self) -> TransformersReader:
+        return self._reader(self.settings.model)
+
+    @cached_property
+    def _measures(self) -> Measures:
         """What is measured: lengths up to the target that held-out documents fill, and needles."""
         settings = self.settings
         doubling, length = [settings.to], min(SHORTEST_CONTEXT, settings.window(self.native))
@@ -325,53 +355,44 @@ class Job:
         files.replace(path, files.to_json(record))
         return torch.tensor(record["score"])
 
-    def _kept(self) -> Sequence[Sequence[int]]:
-        """The original's own answers to prompts, stored, to mix into the tuning."""
+    def _keep(self) -> None:
+        """Store the original's own answers to prompts, to mix into the tuning."""
         settings, path = self.settings, self.out / KEPT
-        if not settings.keep:
-            return ()
-        if not path.is_file():
-            self.progress.log("answers of the original to prompts of its own, to keep it what it was")
-            reader = self._reader(settings.model)
-            if self.device.type == "cuda":
-                # Gates at identity change no logits, and steps of their caches are captured.
-                gape.hf.inject(reader.model, context_length=self.native)
-                reader.forgetting = partial(gape.hf.FullCache, reader.model)
-            options: dict[str, Any] = {
-                "seed": settings.seed, "batch": max(1, settings.update_tokens // (PROMPT_TOKENS + KEPT_TOKENS)),
-            }  # fmt: skip
-            texts = own_answers.written_prompts(reader, KEPT_PROMPTS, PROMPT_TOKENS, **options)
-            shipped = own_answers.short_prompts()[own_answers.MEASURED_PROMPTS :] * KEPT_ANSWERS
-            rows = [ids.tolist() for ids, _ in own_answers.answer(reader, texts or shipped, KEPT_TOKENS, **options)]
-            files.replace(path, json.dumps(rows).encode())
-        kept: list[list[int]] = json.loads(path.read_bytes())
-        return kept
+        if not settings.keep or path.is_file():
+            return
+        self.progress.log("answers of the original to prompts of its own, to keep it what it was")
+        reader = self._original()
+        if self.device.type == "cuda":
+            # Gates at identity change no logits, and steps of their caches are captured.
+            gape.hf.inject(reader.model, context_length=self.native)
+            reader.forgetting = partial(gape.hf.FullCache, reader.model)
+        rows = own_answers.kept(reader, seed=settings.seed, tokens=settings.update_tokens)
+        files.replace(path, json.dumps(rows).encode())
 
-    def _tune(self) -> None:
-        """Tune the model, and put the result in its place."""
-        settings, done, source = self.settings, self.out / MODEL, self.out / START
-        phases = settings.phases(self.native)
-        if not (done / "config.json").is_file():
-            for phase in phases:
-                source = self._tuned(source, phase)
-            source.rename(done)
+    def _clear(self) -> None:
+        """Put the tuned model in its place, and remove what tuning needed."""
+        phases = self.settings.phases(self.native)
+        if not (self.out / MODEL / "config.json").is_file():
+            (self.out / phases[-1].folder / MODEL).rename(self.out / MODEL)
         # What a resumed command would need is not needed any more, and is several times as large as the model.
         for phase in phases:
             for left in ("checkpoints", MODEL):
                 shutil.rmtree(self.out / phase.folder / left, ignore_errors=True)
         shutil.rmtree(self.out / START, ignore_errors=True)
 
-    def _tuned(self, source: Path, phase: Phase) -> Path:
-        """The directory of a model behind a phase of the tuning, which is done if it is not yet."""
+    def _tune(self, phase: Phase) -> None:
+        """Tune the model in a phase, if that is not done yet."""
         settings, run = self.settings, self.out / phase.folder
         if (run / SETTINGS).is_file():
-            return run / MODEL
-        return finetune.finetune(
+            return
+        source = self.out / (START if phase.folder == SHORT else f"{SHORT}/{MODEL}")
+        kept: list[list[int]] = json.loads((self.out / KEPT).read_bytes()) if settings.keep else []
+        finetune.finetune(
             str(source), [str(self.corpus.directory)], run, self.train_config(phase),
             length=phase.length, batch_size=phase.batch_size, learn="all", device=str(self.device), resume="auto",
             heldout_fraction=settings.heldout_fraction, gradient_checkpointing=settings.gradient_checkpointing,
             variant=settings.method, recall=settings.recall_config(long=phase.folder == LONG),
-            kept=self._kept(), kept_share=settings.keep, lora=settings.lora,
+            kept=kept, kept_share=settings.keep, lora=settings.lora,
         )  # fmt: skip
 
     def _reader(self, name: str) -> TransformersReader:

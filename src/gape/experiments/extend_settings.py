@@ -151,7 +151,9 @@ class Settings:
         long = Phase(LONG, self.long_steps, long_length, long_batch, self.learning_rate / 3)
         return (short, long) if self.long_steps else (short,)
 
-    def train_config(self, phase: Phase, precision: str, *, skips: bool = False) -> TrainConfig:
+    def train_config(
+        self, phase: Phase, precision: str, *, skips: bool = False, context_parallel: int = 1
+    ) -> TrainConfig:
         """The settings of a phase of the tuning; `skips` where kernels may skip what gates prove negligible."""
         accumulation = max(1, round(self.update_tokens / (phase.batch_size * phase.length)))
         return TrainConfig(
@@ -159,7 +161,8 @@ class Settings:
             warmup_steps=min(self.warmup, phase.steps), weight_decay=0.0, gate_lr_multiplier=self.gate_rate,
             accumulation=accumulation, seed=self.seed, precision=precision, compile="off", stop_after_perfect=0,
             validate_every=self.checkpoint_every, checkpoint_every=self.checkpoint_every, keep_last=1,
-            log_every=min(10, phase.steps), skip_eps=SKIP_EPS if skips and phase.length > WINDOW else 0.0,
+            context_parallel=context_parallel, log_every=min(10, phase.steps),
+            skip_eps=SKIP_EPS if skips and phase.length > WINDOW else 0.0,
         )  # fmt: skip
 
     def stored(self) -> dict[str, Any]:

@@ -167,7 +167,7 @@ def finetune(
         Interrupted: a signal came; everything is saved.
         ValueError: a model or data that do not fit.
     """
-    processes.connect()
+    joined = processes.connect()
     progress, target, recall = Progress(), pick_device(device), recall or RecallConfig()
     # A corpus that is made of text is written: whatever can be refused before is.
     whole("batch_size", batch_size)
@@ -220,7 +220,8 @@ def finetune(
         files.replace(out / SETTINGS, files.to_json(settings))
 
     processes.from_first(export)
-    processes.leave()
+    if joined:
+        processes.leave()
     return out / MODEL
 
 

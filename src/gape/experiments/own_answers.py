@@ -16,6 +16,10 @@ from gape.tasks.ruler.readers import TransformersReader
 
 #: Of the shipped prompts so many are measured on; the others may be tuned on.
 MEASURED_PROMPTS = 100
+#: Prompts that a model writes and answers to be tuned on, and tokens of a prompt and of an answer.
+KEPT_PROMPTS, PROMPT_TOKENS, KEPT_TOKENS = 4096, 64, 128
+#: Answers to each prompt that ships, of a model that writes none.
+KEPT_ANSWERS = 8
 #: Stands for a user's text when a chat template is taken apart; no template has it.
 _MARK = "\0"
 
@@ -24,6 +28,20 @@ def short_prompts() -> list[str]:
     """The prompts that ship: the first :data:`MEASURED_PROMPTS` to measure on, the others to tune on."""
     text = (resources.files("gape.tasks") / "short_prompts.txt").read_text(encoding="utf-8")
     return [line for line in text.splitlines() if line]
+
+
+def kept(reader: TransformersReader, *, seed: int, tokens: int) -> list[list[int]]:
+    """Prompts with a model's own answers, as ids, to tune on so that it stays what it was.
+
+    Args:
+        reader: the model; without a chat template it answers the prompts that ship.
+        seed: draws prompts and answers.
+        tokens: that are read at once at most.
+    """
+    batch = max(1, tokens // (PROMPT_TOKENS + KEPT_TOKENS))
+    texts = written_prompts(reader, KEPT_PROMPTS, PROMPT_TOKENS, seed=seed, batch=batch)
+    texts = texts or short_prompts()[MEASURED_PROMPTS:] * KEPT_ANSWERS
+    return [ids.tolist() for ids, _ in answer(reader, texts, KEPT_TOKENS, seed=seed, batch=batch)]
 
 
 def written_prompts(reader: TransformersReader, count: int, tokens: int, *, seed: int, batch: int) -> list[str]:

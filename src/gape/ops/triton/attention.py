@@ -255,7 +255,10 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
 
 def _flags(q: Tensor, v: Tensor, layout: Layout, eps: float) -> dict[str, Any]:
     tile = tiles_for(q, v, "fwd", skip=eps > 0)
-    partial = {"PARTIAL_D": q.size(3) != tile["BLOCK_D"], "PARTIAL_V": v.size(3) != tile["BLOCK_V"]}
+    partial = {
+        "PARTIAL_D": not tile["REST_D"] and q.size(3) != tile["BLOCK_D"],
+        "PARTIAL_V": not tile["REST_V"] and v.size(3) != tile["BLOCK_V"],
+    }
     return layout.flags | partial | {"SKIP": eps > 0}
 
 

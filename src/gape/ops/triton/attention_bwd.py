@@ -16,10 +16,14 @@ import triton.language as tl
 
 from gape.ops.triton.tiles import (
     GROUP,
+    add_weighted,
     anchor_of,
     distances,
     document_of,
+    empty_parts,
+    in_eights,
     load_numbers,
+    load_parts,
     load_rows,
     load_vector,
     local_positions,
@@ -27,9 +31,10 @@ from gape.ops.triton.tiles import (
     needed_by_columns,
     needed_by_rows,
     owner,
+    products,
     run_of,
     single,
-    store_rows,
+    store_parts,
     tile_from,
     visible,
     visible_keys,
@@ -61,20 +66,24 @@ def _bwd_rows_kernel(
 
 @triton.jit
 def dq_tile(
-    CHECK: tl.constexpr, start_n, dq, dc,
-    q, grad, c, lse, delta, i_first, q_doc, offs_m, k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
+    CHECK: tl.constexpr, start_n, dq, dq_rest, dc,
+    q, q_rest, grad, grad_rest, c, lse, delta, i_first, q_doc, offs_m,
+    k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
     k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr,
 ):  # fmt: skip
     """Add what the tile of keys from `start_n` on gives to dq and dc. CHECK: look at single pairs."""
     offs_n = start_n + tl.arange(0, BLOCK_N)
     anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
     i, i_far = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
     j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
-    k = load_rows(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, CHECK, PARTIAL_D)
-    v = load_rows(v_ptr, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, CHECK, PARTIAL_V)
+    k, k_rest = load_parts(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, REST_D, CHECK, PARTIAL_D)
+    v, v_rest = load_parts(v_ptr, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, REST_V, CHECK, PARTIAL_V)
+    s = products(q, q_rest, k, k_rest, REST_D)
+    # Behind the product, so that it is not in registers while that runs.
     u = load_vector(u_ptr, start_n, n_k, 0.0, BLOCK_N, CHECK)
     if HAS_POSITIONS:
         distance = distances(i[:, None], i_far[:, None], j[None, :], j_far[None, :])
@@ -83,7 +92,7 @@ def dq_tile(
     else:
         earlier = j[None, :] <= i[:, None]
         lost = (u * j)[None, :] - i[:, None] * u[None, :]
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale + (c[:, None] * lost - lse[:, None])
+    s = s * scale + (c[:, None] * lost - lse[:, None])
     if CHECK:
         k_doc = document_of(kd_ptr, offs_n, n_k, -1, HAS_DOCUMENTS)
         pairs = visible(
@@ -92,18 +101,19 @@ def dq_tile(
         )  # fmt: skip
         s = tl.where(pairs, s, float("-inf"))
     p = tl.exp2(s)
-    ds = p * (tl.dot(grad, tl.trans(v), input_precision="ieee") - delta[:, None])
-    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
-    dc += tl.sum(ds * lost, 1)
-    return dq, dc
+    ds = p * (products(grad, grad_rest, v, v_rest, REST_V) - delta[:, None])
+    dq, dq_rest = add_weighted(ds.to(k.dtype), k, k_rest, dq, dq_rest, REST_D)
+    dc += in_eights(ds * lost, BLOCK_M, BLOCK_N)
+    return dq, dq_rest, dc
 
 
 @triton.jit
 def dq_needed(
-    dq, dc, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row,
+    dq, dq_rest, dc, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row,
     reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr,
 ):  # fmt: skip
     """Of the tiles of keys before tile `near`, add what those give that the forward pass took in."""
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -118,11 +128,11 @@ def dq_needed(
         while keep != 0:
             begin, end, keep = run_of(keep)
             for tile in range(base + begin, base + end):
-                dq, dc = dq_tile(
-                    False, tile * BLOCK_N, dq, dc, *rows, *keys,
-                    True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
+                dq, dq_rest, dc = dq_tile(
+                    False, tile * BLOCK_N, dq, dq_rest, dc, *rows, *keys,
+                    True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
                 )  # fmt: skip
-    return dq, dc
+    return dq, dq_rest, dc
 
 
 @triton.jit
@@ -135,6 +145,7 @@ def _bwd_dq_kernel(
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr,
 ):  # fmt: skip
     """dq (B, Hq, Nq, D) and dc (B, Hq, Nq), contiguous; one program per tile of queries."""
     batch, head, key_head, key_row = owner(n_heads, groups)
@@ -146,56 +157,67 @@ def _bwd_dq_kernel(
         qp_ptr + batch * qp_b, kp_ptr + batch * kp_b, kd_ptr + batch * n_k, mask_ptr + batch * mask_b + head * mask_h,
         k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, single(scale),
     )  # fmt: skip
-    q = load_rows(q_ptr + batch * q_b + head * q_h, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, True, PARTIAL_D)
-    grad = load_rows(grad_ptr + row * d_v, start_m, d_v, 1, n_q, d_v, BLOCK_M, BLOCK_V, True, PARTIAL_V)
+    q, q_rest = load_parts(
+        q_ptr + batch * q_b + head * q_h, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, REST_D, True, PARTIAL_D
+    )
+    grad, grad_rest = load_parts(
+        grad_ptr + row * d_v, start_m, d_v, 1, n_q, d_v, BLOCK_M, BLOCK_V, REST_V, True, PARTIAL_V
+    )
     c, _, lse, delta = load_numbers(numbers_ptr + row * 4, start_m, n_q, BLOCK_M, True)
     q_doc = document_of(qd_ptr + batch * n_q, offs_m, n_q, 0, HAS_DOCUMENTS)
-    dq = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    dc = tl.zeros((BLOCK_M,), tl.float32)
+    dq, dq_rest = empty_parts(BLOCK_M, BLOCK_D, REST_D)
+    dc = tl.zeros((BLOCK_M, 8), tl.float32)
     first, stop, whole = visible_keys(
         start_m, n_q, n_k, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, BLOCK_M, BLOCK_N
     )
-    rows = (q, grad, c, lse, delta, first, q_doc, offs_m)
+    rows = (q, q_rest, grad, grad_rest, c, lse, delta, first, q_doc, offs_m)
     near = nearest(first + start_m, BLOCK_N)
     for start_n in range(near * BLOCK_N if SKIP else whole, stop, BLOCK_N):
-        dq, dc = dq_tile(
-            True, start_n, dq, dc, *rows, *keys,
-            CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
+        dq, dq_rest, dc = dq_tile(
+            True, start_n, dq, dq_rest, dc, *rows, *keys,
+            CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
         )  # fmt: skip
     if SKIP:
-        dq, dc = dq_needed(
-            dq, dc, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row,
+        dq, dq_rest, dc = dq_needed(
+            dq, dq_rest, dc, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row,
             reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
-            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
         )  # fmt: skip
     else:
         for start_n in range(0, whole, BLOCK_N):
-            dq, dc = dq_tile(
-                False, start_n, dq, dc, *rows, *keys,
-                CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
+            dq, dq_rest, dc = dq_tile(
+                False, start_n, dq, dq_rest, dc, *rows, *keys,
+                CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
             )  # fmt: skip
-    store_rows(dq_ptr + row * d, dq * single(content_scale), start_m, n_q, d, BLOCK_M, BLOCK_D)
-    tl.store(dc_ptr + row + offs_m, dc, mask=offs_m < n_q)
+    factor = single(content_scale)
+    store_parts(dq_ptr + row * d, dq * factor, dq_rest * factor, start_m, n_q, d, BLOCK_M, BLOCK_D, REST_D)
+    tl.store(dc_ptr + row + offs_m, tl.sum(dc, 1), mask=offs_m < n_q)
 
 
 @triton.jit
 def dkv_tile(
-    CHECK: tl.constexpr, start_m, dk, dv, du,
-    whole, k, v, u, j, j_far, anchor, i_first, k_doc, offs_n,
+    CHECK: tl.constexpr, start_m, dk, dk_rest, dv, dv_rest, du,
+    k, k_rest, v, v_rest, u, j, j_far, anchor, i_first, k_doc, offs_n,
     q_ptr, grad_ptr, numbers_ptr, qp_ptr, qd_ptr, mask_ptr,
     q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
     RAGGED: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr,
 ):  # fmt: skip
     """Add what the tile of queries from `start_m` on gives to dk, dv and du.
 
-    CHECK: look at single pairs; where order alone decides, only in tiles that begin before query `whole`. Pairs lie
-    (key, query), so that sums run along a row. Queries past the end have nothing but zeros, and give nothing.
+    CHECK: look at single pairs. Pairs lie (key, query), so that sums run along a row. Queries past the end have nothing
+    but zeros, and give nothing. Both products that weights and their gradients are made of come first: in between fewer
+    numbers are held than a thread has registers.
     """
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    q = load_rows(q_ptr, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, RAGGED, PARTIAL_D)
-    grad = load_rows(grad_ptr, start_m, d_v, 1, n_q, d_v, BLOCK_M, BLOCK_V, RAGGED, PARTIAL_V)
+    q, q_rest = load_parts(q_ptr, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, REST_D, RAGGED, PARTIAL_D)
+    grad, grad_rest = load_parts(grad_ptr, start_m, d_v, 1, n_q, d_v, BLOCK_M, BLOCK_V, REST_V, RAGGED, PARTIAL_V)
+    s = products(k, k_rest, q, q_rest, REST_D)
+    dp = products(v, v_rest, grad, grad_rest, REST_V)
     c, local, lse, delta = load_numbers(numbers_ptr, start_m, n_q, BLOCK_M, RAGGED)
     if HAS_POSITIONS:
         i, i_far = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, 0, HAS_POSITIONS)
@@ -208,8 +230,8 @@ def dkv_tile(
         j = (offs_n - (i_first + start_m)).to(tl.float32)
         earlier = j[:, None] <= i[None, :]
         lost = j[:, None] * c[None, :] - local[None, :]
-    s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale + (u[:, None] * lost - lse[None, :])
-    if CHECK and (HAS_POSITIONS or HAS_DOCUMENTS or HAS_MASK or start_m < whole):
+    s = s * scale + (u[:, None] * lost - lse[None, :])
+    if CHECK:
         q_doc = document_of(qd_ptr, offs_m, n_q, 0, HAS_DOCUMENTS)
         pairs = visible(
             earlier, offs_m[None, :], offs_n[:, None], n_q, n_k, q_doc[None, :], k_doc[:, None],
@@ -217,29 +239,29 @@ def dkv_tile(
         )  # fmt: skip
         s = tl.where(pairs, s, float("-inf"))
     p = tl.exp2(s)
-    dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision="ieee")
-    ds = p * (tl.dot(v, tl.trans(grad), input_precision="ieee") - delta[None, :])
-    dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
-    du += tl.sum(ds * lost, 1)
-    return dk, dv, du
+    ds = p * (dp - delta[None, :])
+    dv, dv_rest = add_weighted(p.to(grad.dtype), grad, grad_rest, dv, dv_rest, REST_V)
+    dk, dk_rest = add_weighted(ds.to(q.dtype), q, q_rest, dk, dk_rest, REST_D)
+    du += in_eights(ds * lost, BLOCK_N, BLOCK_M)
+    return dk, dk_rest, dv, dv_rest, du
 
 
 @triton.jit
 def dkv_of_head(
-    dk, dv, du, rest, begin, first, start_n, n_q, row,
+    dk, dk_rest, dv, dv_rest, du, rest, begin, whole, first, start_n, n_q, row,
     reach_ptr, c_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
     SKIP: tl.constexpr, RAGGED: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr,
 ):  # fmt: skip
     """Add what the queries of one head from `begin` on give; those further off SKIP asks whether they took part."""
     # The tiles of queries of which `nearest` says that they come to these keys by judging them.
     judged = tile_from(start_n + 2 * BLOCK_N - 1, first, n_q, BLOCK_M)
-    # One loop with a question in it: with two, the compiler makes every matrix product wait for the one before.
-    for start_m in range(begin, judged if SKIP else n_q, BLOCK_M):
-        dk, dv, du = dkv_tile(
-            True, start_m, dk, dv, du, *rest, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK,
-            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_D, BLOCK_V,
+    for start_m in range(begin, judged if SKIP else whole, BLOCK_M):
+        dk, dk_rest, dv, dv_rest, du = dkv_tile(
+            True, start_m, dk, dk_rest, dv, dv_rest, du, *rest, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK,
+            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
         )  # fmt: skip
     if SKIP:
         tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
@@ -253,11 +275,17 @@ def dkv_of_head(
             while keep != 0:
                 block, end, keep = run_of(keep)
                 for start_m in range(start + block * BLOCK_M, start + end * BLOCK_M, BLOCK_M):
-                    dk, dv, du = dkv_tile(
-                        False, start_m, dk, dv, du, *rest, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK,
-                        PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_D, BLOCK_V,
+                    dk, dk_rest, dv, dv_rest, du = dkv_tile(
+                        False, start_m, dk, dk_rest, dv, dv_rest, du, *rest, RAGGED, CAUSAL, False, False, False,
+                        PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
                     )  # fmt: skip
-    return dk, dv, du
+    elif not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
+        for start_m in range(whole, n_q, BLOCK_M):
+            dk, dk_rest, dv, dv_rest, du = dkv_tile(
+                False, start_m, dk, dk_rest, dv, dv_rest, du, *rest, RAGGED, CAUSAL, False, False, False,
+                PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+            )  # fmt: skip
+    return dk, dk_rest, dv, dv_rest, du
 
 
 @triton.jit
@@ -271,6 +299,7 @@ def _bwd_dkv_kernel(
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
     RAGGED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr,
 ):  # fmt: skip
     """dk (B, Hk, Nk, D), dv (B, Hk, Nk, Dv), du (B, Hk, Nk), contiguous; one program per tile of keys.
 
@@ -284,15 +313,19 @@ def _bwd_dkv_kernel(
     qp_ptr += batch * qp_b
     kp_ptr += batch * kp_b
     qd_ptr += batch * n_q
-    k = load_rows(k_ptr + batch * k_b + key_head * k_h, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, True, PARTIAL_D)
-    v = load_rows(v_ptr + batch * v_b + key_head * v_h, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, True, PARTIAL_V)
+    k, k_rest = load_parts(
+        k_ptr + batch * k_b + key_head * k_h, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, REST_D, True, PARTIAL_D
+    )
+    v, v_rest = load_parts(
+        v_ptr + batch * v_b + key_head * v_h, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, REST_V, True, PARTIAL_V
+    )
     u = load_vector(u_ptr + column, start_n, n_k, 0.0, BLOCK_N, True)
     k_doc = document_of(kd_ptr + batch * n_k, offs_n, n_k, -1, HAS_DOCUMENTS)
     anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
     j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
-    dk = tl.zeros((BLOCK_N, BLOCK_D), tl.float32)
-    dv = tl.zeros((BLOCK_N, BLOCK_V), tl.float32)
-    du = tl.zeros((BLOCK_N,), tl.float32)
+    dk, dk_rest = empty_parts(BLOCK_N, BLOCK_D, REST_D)
+    dv, dv_rest = empty_parts(BLOCK_N, BLOCK_V, REST_V)
+    du = tl.zeros((BLOCK_N, 8), tl.float32)
     first, begin, whole = visible_queries(
         start_n, n_q, n_k, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, BLOCK_M, BLOCK_N
     )
@@ -300,17 +333,18 @@ def _bwd_dkv_kernel(
         head = key_head * groups + member
         row = (batch * n_kv_heads * groups + head) * n_q
         rest = (
-            whole, k, v, u, j, j_far, anchor, first, k_doc, offs_n,
+            k, k_rest, v, v_rest, u, j, j_far, anchor, first, k_doc, offs_n,
             q_ptr + batch * q_b + head * q_h, grad_ptr + row * d_v, numbers_ptr + row * 4,
             qp_ptr, qd_ptr, mask_ptr + batch * mask_b + head * mask_h,
             q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, single(scale),
         )  # fmt: skip
-        dk, dv, du = dkv_of_head(
-            dk, dv, du, rest, begin, first, start_n, n_q, row,
+        dk, dk_rest, dv, dv_rest, du = dkv_of_head(
+            dk, dk_rest, dv, dv_rest, du, rest, begin, whole, first, start_n, n_q, row,
             reach_ptr, c_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr, SKIP, RAGGED, CAUSAL, HAS_POSITIONS,
-            HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+            HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
         )  # fmt: skip
-    store_rows(dk_ptr + column * d, dk * single(content_scale), start_n, n_k, d, BLOCK_N, BLOCK_D)
-    store_rows(dv_ptr + column * d_v, dv, start_n, n_k, d_v, BLOCK_N, BLOCK_V)
+    factor = single(content_scale)
+    store_parts(dk_ptr + column * d, dk * factor, dk_rest * factor, start_n, n_k, d, BLOCK_N, BLOCK_D, REST_D)
+    store_parts(dv_ptr + column * d_v, dv, dv_rest, start_n, n_k, d_v, BLOCK_N, BLOCK_V, REST_V)
     # c came in base 2; the gradient is that of natural logits.
-    tl.store(du_ptr + column + offs_n, du / single(log2e), mask=offs_n < n_k)
+    tl.store(du_ptr + column + offs_n, tl.sum(du, 1) / single(log2e), mask=offs_n < n_k)

@@ -1,7 +1,12 @@
 """The forward kernel: one program per tile of queries visits the tiles of keys with a running softmax.
 
-Tiles are visited from the diagonal outwards. With SKIP, the nearest tiles give each query a lower bound of its
-log-sum-exp, and tiles further out are skipped whose best possible logits together are too far below it.
+Tiles are visited from the diagonal outwards. Those at the diagonal give each query a level, its largest logit so far,
+which the others are measured against without a look at their own maximum: no maximum, no comparison between threads, no
+sum to scale anew. float32 and bfloat16 hold what is 2⁶⁰ above the level. Where a query has more, its tile is done again
+with a running maximum.
+
+With SKIP, the nearest tiles give each query a lower bound of its log-sum-exp, and tiles further out are skipped whose
+best possible logits together are too far below it.
 """
 
 from __future__ import annotations
@@ -11,21 +16,28 @@ import triton.language as tl
 
 from gape.ops.triton.tiles import (
     GROUP,
+    add_weighted,
     anchor_of,
     distances,
     document_of,
-    load_rows,
+    empty_parts,
+    in_eights,
+    load_parts,
     load_vector,
     local_positions,
     nearest,
     needed_by_rows,
     owner,
+    products,
     run_of,
     single,
-    store_rows,
+    store_parts,
     visible,
     visible_keys,
 )
+
+#: The largest sum of weights that a query may have against its level; beyond it is done again.
+MOST = tl.constexpr(2.0**60)
 
 #: Tiles whose bounds are added up at once.
 WIDE = tl.constexpr(32)
@@ -44,58 +56,76 @@ ASIDE = tl.constexpr(2.0**-10)
 
 @triton.jit
 def fwd_tile(
-    CHECK: tl.constexpr, start_n, top, total, acc,
-    q, rate, i_first, q_doc, offs_m, k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
+    CHECK: tl.constexpr, LEVEL: tl.constexpr, start_n, top, total, acc, acc_rest,
+    q, q_rest, c, i_first, q_doc, offs_m, k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
     k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr,
 ):  # fmt: skip
-    """Take the tile of keys from `start_n` on into the running softmax (top, total, acc).
+    """Take the tile of keys from `start_n` on into the running softmax (top, total, acc, acc_rest).
 
-    Logits are formed over the softmax scale, which then costs no operation of its own: `rate` is c over it.
-
-    CHECK: look at single pairs; a tile all of whose pairs are visible needs none.
+    CHECK: look at single pairs; a tile all of whose pairs are visible needs none. LEVEL: `top` is a level that stays.
     """
     offs_n = start_n + tl.arange(0, BLOCK_N)
     anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
     i, i_far = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
     j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
-    k = load_rows(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, CHECK, PARTIAL_D)
+    k, k_rest = load_parts(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, REST_D, CHECK, PARTIAL_D)
+    s = products(q, q_rest, k, k_rest, REST_D) * scale
+    # Behind the product, so that it is not in registers while that runs.
     u = load_vector(u_ptr, start_n, n_k, 0.0, BLOCK_N, CHECK)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee")
     if HAS_POSITIONS:
         distance = distances(i[:, None], i_far[:, None], j[None, :], j_far[None, :])
         earlier = distance >= 0
-        s -= rate[:, None] * (u[None, :] * distance)
-    else:
+        s -= c[:, None] * (u[None, :] * distance)
+    elif not LEVEL:
         earlier = j[None, :] <= i[:, None]
         # Positions of keys are small here, so nothing large is added before the rest is taken away.
-        s += rate[:, None] * (u * j)[None, :]
-        s -= (rate * i)[:, None] * u[None, :]
-    if CHECK:
-        k_doc = document_of(kd_ptr, offs_n, n_k, -1, HAS_DOCUMENTS)
-        pairs = visible(
-            earlier, offs_m[:, None], offs_n[None, :], n_q, n_k, q_doc[:, None], k_doc[None, :],
-            mask_ptr, mask_m, mask_n, CAUSAL, HAS_DOCUMENTS, HAS_MASK,
-        )  # fmt: skip
-        s = tl.where(pairs, s, float("-inf"))
-    higher = tl.maximum(top, tl.max(s, 1) * scale)
-    # A row without a key so far keeps −inf; 0 stands in for it so that no inf − inf arises.
-    level = tl.where(higher == float("-inf"), 0.0, higher) if CHECK else higher
-    p = tl.exp2(s * scale - level[:, None])
-    fade = tl.exp2(top - level)
-    total = total * fade + tl.sum(p, 1)
-    v = load_rows(v_ptr, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, CHECK, PARTIAL_V)
-    acc = tl.dot(p.to(v.dtype), v, acc * fade[:, None], input_precision="ieee")
-    return higher, total, acc
+        s += c[:, None] * (u * j)[None, :] - (c * i)[:, None] * u[None, :]
+    if LEVEL:
+        # In this order each operation is a product with a sum.
+        p = tl.exp2(s + (c[:, None] * (u * j)[None, :] - ((c * i)[:, None] * u[None, :] + top[:, None])))
+    else:
+        if CHECK:
+            k_doc = document_of(kd_ptr, offs_n, n_k, -1, HAS_DOCUMENTS)
+            pairs = visible(
+                earlier, offs_m[:, None], offs_n[None, :], n_q, n_k, q_doc[:, None], k_doc[None, :],
+                mask_ptr, mask_m, mask_n, CAUSAL, HAS_DOCUMENTS, HAS_MASK,
+            )  # fmt: skip
+            s = tl.where(pairs, s, float("-inf"))
+        higher = tl.maximum(top, tl.max(s, 1))
+        # A row without a key so far keeps −inf; 0 stands in for it so that no inf − inf arises.
+        level = tl.where(higher == float("-inf"), 0.0, higher) if CHECK else higher
+        p = tl.exp2(s - level[:, None])
+        fade = tl.exp2(top - level)[:, None]
+        top, total, acc, acc_rest = higher, total * fade, acc * fade, acc_rest * fade
+    total += in_eights(p, BLOCK_M, BLOCK_N)
+    v, v_rest = load_parts(v_ptr, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, REST_V, CHECK, PARTIAL_V)
+    acc, acc_rest = add_weighted(p.to(v.dtype), v, v_rest, acc, acc_rest, REST_V)
+    return top, total, acc, acc_rest
 
 
 @triton.jit
-def empty_softmax(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr):
-    """The running softmax of rows without a key: the largest logit, the sum of exponentials, the sum of values."""
+def empty_softmax(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, REST_V: tl.constexpr):
+    """The running softmax of rows without a key: the largest logit, the sum of exponentials in eight parts, of values.
+
+    The last is in parts as :func:`load_parts` has them.
+    """
     top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
-    return top, tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_V), tl.float32)
+    acc, acc_rest = empty_parts(BLOCK_M, BLOCK_V, REST_V)
+    return top, tl.zeros((BLOCK_M, 8), tl.float32), acc, acc_rest
+
+
+@triton.jit
+def too_high(total, acc, HALF: tl.constexpr):
+    """Whether a query of the tile had logits too far above its level; HALF: weights were in float16."""
+    count = tl.sum(tl.where(tl.sum(total, 1) < MOST, 0, 1), 0)
+    if HALF:
+        # Such a weight is infinite there, and so is what it was multiplied with.
+        count += tl.sum(tl.sum(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0)
+    return count > 0
 
 
 @triton.jit
@@ -162,25 +192,15 @@ def spare(
 
 @triton.jit
 def fwd_needed(
-    top, total, acc, rows, keys, c, eps, first, near, stop, start_m, n_q, n_k, row, key_row,
-    reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
-    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
+    LEVEL: tl.constexpr, top, total, acc, acc_rest, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
+    key_row, k_reach_ptr, u_least_ptr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr,
 ):  # fmt: skip
-    """Visit the tiles of keys before tile `near` that a query may need, judged by what it saw so far.
-
-    Writes what each query can spare, how many tiles up to key `stop` were visited, and before which none can matter.
-    """
-    offs_m = start_m + tl.arange(0, BLOCK_M)
+    """Visit the tiles of keys before tile `near` that a query may need, and count them."""
     k_reach_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
     u_least_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
-    reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
-    low, earliest = spare(
-        log_sum(top, total), reach, c, offs_m, first, n_q, n_k, single(eps), near, k_reach_ptr, u_least_ptr,
-        BLOCK_M, BLOCK_N,
-    )  # fmt: skip
-    tl.store(low_ptr + row + offs_m, low, mask=offs_m < n_q)
-    visited = tl.cdiv(stop, BLOCK_N) - near
+    visited = 0
     for step in range(0, near - earliest, GROUP):
         base = near - step - GROUP
         keep = needed_by_rows(base, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N)
@@ -189,14 +209,11 @@ def fwd_needed(
             visited += end - begin
             # No question inside the loop: it can be pipelined.
             for tile in range(base + begin, base + end):
-                top, total, acc = fwd_tile(
-                    False, tile * BLOCK_N, top, total, acc, *rows, *keys,
-                    True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
+                top, total, acc, acc_rest = fwd_tile(
+                    False, LEVEL, tile * BLOCK_N, top, total, acc, acc_rest, *rows, *keys,
+                    True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
                 )  # fmt: skip
-    row_tile = tl.program_id(1) * tl.num_programs(0) + start_m // BLOCK_M
-    tl.store(visited_ptr + row_tile, visited)
-    tl.store(earliest_ptr + row_tile, earliest)
-    return top, total, acc
+    return top, total, acc, acc_rest, visited
 
 
 @triton.jit
@@ -209,6 +226,7 @@ def _fwd_kernel(
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr,
 ):  # fmt: skip
     """Outputs (B, Hq, Nq, Dv) and base-2 log-sum-exps (B, Hq, Nq), both contiguous; c, u, documents too.
 
@@ -225,33 +243,66 @@ def _fwd_kernel(
         qp_ptr + batch * qp_b, kp_ptr + batch * kp_b, kd_ptr + batch * n_k, mask_ptr + batch * mask_b + head * mask_h,
         k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, single(scale),
     )  # fmt: skip
-    q = load_rows(q_ptr + batch * q_b + head * q_h, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, True, PARTIAL_D)
+    q, q_rest = load_parts(
+        q_ptr + batch * q_b + head * q_h, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, REST_D, True, PARTIAL_D
+    )
     c = load_vector(c_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
     q_doc = document_of(qd_ptr + batch * n_q, offs_m, n_q, 0, HAS_DOCUMENTS)
-    top, total, acc = empty_softmax(BLOCK_M, BLOCK_V)
+    top, total, acc, acc_rest = empty_softmax(BLOCK_M, BLOCK_V, REST_V)
     first, stop, whole = visible_keys(
         start_m, n_q, n_k, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, BLOCK_M, BLOCK_N
     )
-    rows = (q, c / single(scale), first, q_doc, offs_m)
+    rows = (q, q_rest, c, first, q_doc, offs_m)
     near = nearest(first + start_m, BLOCK_N)
-    for start_n in range(near * BLOCK_N if SKIP else whole, stop, BLOCK_N):
-        top, total, acc = fwd_tile(
-            True, start_n, top, total, acc, *rows, *keys,
-            CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
+    begin = near * BLOCK_N if SKIP else whole
+    for start_n in range(begin, stop, BLOCK_N):
+        top, total, acc, acc_rest = fwd_tile(
+            True, False, start_n, top, total, acc, acc_rest, *rows, *keys, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS,
+            HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
         )  # fmt: skip
     if SKIP:
-        top, total, acc = fwd_needed(
-            top, total, acc, rows, keys, c, eps, first, near, stop, start_m, n_q, n_k, row, key_row,
-            reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
-            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V,
+        reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
+        low, earliest = spare(
+            log_sum(top, tl.sum(total, 1)), reach, c, offs_m, first, n_q, n_k, single(eps), near,
+            k_reach_ptr + key_row * tl.cdiv(n_k, BLOCK_N), u_least_ptr + key_row * tl.cdiv(n_k, BLOCK_N),
+            BLOCK_M, BLOCK_N,
         )  # fmt: skip
-    else:
-        for start_n in range(0, whole, BLOCK_N):
-            top, total, acc = fwd_tile(
-                False, start_n, top, total, acc, *rows, *keys,
-                CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_N, BLOCK_D, BLOCK_V,
+        tl.store(low_ptr + row + offs_m, low, mask=offs_m < n_q)
+        top, total, acc, acc_rest, visited = fwd_needed(
+            True, top, total, acc, acc_rest, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
+            key_row, k_reach_ptr, u_least_ptr,
+            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+        )  # fmt: skip
+        row_tile = tl.program_id(1) * tl.num_programs(0) + start_m // BLOCK_M
+        tl.store(visited_ptr + row_tile, tl.cdiv(stop, BLOCK_N) - near + visited)
+        tl.store(earliest_ptr + row_tile, earliest)
+        if too_high(total, acc, q.dtype == tl.float16):
+            top, total, acc, acc_rest = empty_softmax(BLOCK_M, BLOCK_V, REST_V)
+            for start_n in tl.range(begin, stop, BLOCK_N, num_stages=1):
+                top, total, acc, acc_rest = fwd_tile(
+                    True, False, start_n, top, total, acc, acc_rest, *rows, *keys, True, False, False, False,
+                    PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                )  # fmt: skip
+            top, total, acc, acc_rest, _ = fwd_needed(
+                False, top, total, acc, acc_rest, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
+                key_row, k_reach_ptr, u_least_ptr,
+                PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
             )  # fmt: skip
-    acc /= tl.where(total == 0.0, 1.0, total)[:, None]
-    lse = log_sum(top, total)
-    store_rows(out_ptr + row * d_v, acc, start_m, n_q, d_v, BLOCK_M, BLOCK_V)
-    tl.store(lse_ptr + row + offs_m, lse, mask=offs_m < n_q)
+    elif not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
+        for start_n in range(0, whole, BLOCK_N):
+            top, total, acc, acc_rest = fwd_tile(
+                False, True, start_n, top, total, acc, acc_rest, *rows, *keys, CAUSAL, False, False, False,
+                PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+            )  # fmt: skip
+        if too_high(total, acc, q.dtype == tl.float16):
+            top, total, acc, acc_rest = empty_softmax(BLOCK_M, BLOCK_V, REST_V)
+            # Seldom, so it is not pipelined: that would take memory from the others.
+            for start_n in tl.range(0, stop, BLOCK_N, num_stages=1):
+                top, total, acc, acc_rest = fwd_tile(
+                    True, False, start_n, top, total, acc, acc_rest, *rows, *keys, CAUSAL, False, False, False,
+                    PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                )  # fmt: skip
+    whole_sum = tl.sum(total, 1)
+    over = tl.where(whole_sum == 0.0, 1.0, whole_sum)[:, None]
+    store_parts(out_ptr + row * d_v, acc / over, acc_rest / over, start_m, n_q, d_v, BLOCK_M, BLOCK_V, REST_V)
+    tl.store(lse_ptr + row + offs_m, log_sum(top, whole_sum), mask=offs_m < n_q)

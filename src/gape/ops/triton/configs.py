@@ -33,8 +33,8 @@ class Tile(NamedTuple):
 #: The loop over a run of tiles still has all it needs in registers, and what is put aside is read back around it. In
 #: heads of more than 64 that loop itself would read numbers back for every tile, and shared memory has room for two.
 TILES: dict[str, dict[str, Tile]] = {
-    "narrow": {"fwd": Tile(64, 64, 4, 3), "bwd_dq": Tile(64, 64, 4, 3), "bwd_dkv": Tile(64, 64, 4, 2)},
-    "wide": {"fwd": Tile(128, 64, 8, 3), "bwd_dq": Tile(128, 64, 8, 3), "bwd_dkv": Tile(64, 128, 8, 3)},
+    "narrow": {"fwd": Tile(128, 64, 4, 3), "bwd_dq": Tile(64, 64, 4, 2), "bwd_dkv": Tile(64, 64, 4, 2)},
+    "wide": {"fwd": Tile(128, 128, 8, 2), "bwd_dq": Tile(128, 64, 8, 2), "bwd_dkv": Tile(64, 128, 8, 2)},
     "widest": {"fwd": Tile(64, 32, 8, 2), "bwd_dq": Tile(64, 32, 8, 2), "bwd_dkv": Tile(32, 64, 8, 2)},
     "small": {"fwd": Tile(32, 32, 4, 2), "bwd_dq": Tile(32, 32, 4, 2), "bwd_dkv": Tile(32, 32, 4, 2)},
     "narrow, skipping": {
@@ -52,6 +52,7 @@ def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False) -> dict[
 
 @functools.cache
 def _tiles(width: int, value_width: int, single: bool, kernel: str, skip: bool) -> dict[str, int]:
+    rests = {"REST_D": rest_of(width), "REST_V": rest_of(value_width)}
     width, value_width = (max(16, power_of_two(x)) for x in (width, value_width))
     kind = width_kind(width, value_width)
     if single or (skip and kind == "widest"):
@@ -60,7 +61,7 @@ def _tiles(width: int, value_width: int, single: bool, kernel: str, skip: bool) 
         kind = f"{kind}, skipping"
     tile = TILES[kind][kernel]
     cap = {} if tile.registers is None else {"maxnreg": tile.registers}
-    sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_D": width, "BLOCK_V": value_width}
+    sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_D": width, "BLOCK_V": value_width} | rests
     return sizes | {"num_warps": tile.warps, "num_stages": tile.stages} | cap
 
 
@@ -68,6 +69,11 @@ def width_kind(width: int, value_width: int) -> str:
     """By which tiles are chosen in half precision: heads of up to 64, up to 128, and wider."""
     widest = max(width, value_width)
     return "narrow" if widest <= 64 else "wide" if widest <= 128 else "widest"
+
+
+def rest_of(width: int) -> int:
+    """What heads of 80 and 96 have behind their first 64 coordinates; 0 for others, which are taken whole."""
+    return width - 64 if width in (80, 96) else 0
 
 
 def power_of_two(n: int) -> int:

@@ -98,9 +98,10 @@ def prepare(
         raise invalid_argument("template", template, f"one of {', '.join(TEMPLATES)}")
     limit = reader.limit if max_length is None else max_length
     prepared, long = [], []
-    for sample in samples:
-        text = render(reader, sample, template)
-        prompt = np.array(reader.encode(text, start=template != "chat"), dtype=np.int64)
+    texts = [render(reader, sample, template) for sample in samples]
+    encoded = reader.encode_all(texts, start=template != "chat") if texts else []
+    for sample, text, ids in zip(samples, texts, encoded, strict=True):
+        prompt = np.array(ids, dtype=np.int64)
         answer = np.array(_answer_ids(reader, text, sample.answer), dtype=np.int64)
         if not len(prompt) or not len(answer):
             raise ValueError(f"tokenizer: makes no tokens of {sample.source}, sample {sample.number}")

@@ -47,6 +47,10 @@ class Reader(ABC):
     def encode(self, text: str, *, start: bool = True) -> list[int]:
         """The ids of a text, with what the tokenizer puts before every text where this is the `start` of one."""
 
+    def encode_all(self, texts: Sequence[str], *, start: bool = True) -> list[list[int]]:
+        """The ids of several texts, each as :meth:`encode` gives them."""
+        return [self.encode(text, start=start) for text in texts]
+
     @abstractmethod
     def decode(self, ids: list[int]) -> str:
         """The text of generated ids."""
@@ -150,8 +154,12 @@ class TransformersReader(Reader):
 
     def encode(self, text: str, *, start: bool = True) -> list[int]:
         """The ids of a text, with the special tokens that the tokenizer puts before it and none behind."""
-        plain = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-        return self._before + plain if start else plain
+        return self.encode_all([text], start=start)[0]
+
+    def encode_all(self, texts: Sequence[str], *, start: bool = True) -> list[list[int]]:
+        """The ids of several texts, which fast tokenizers encode side by side."""
+        before = self._before if start else []
+        return [before + list(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids."""
