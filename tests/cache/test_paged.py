@@ -14,7 +14,7 @@ from gape.cache.gpt import ForgettingCache, FullCache
 from gape.cache.layer import PagedLayer
 from gape.cache.paged import PagedCache
 from tests.cache.witness import read, witnessed
-from tests.models.tiny import SCHEMES, T, model, tokens
+from tests.models.tiny import SCHEMES, T, interrupt, model, tokens
 
 N = 4 * T + 7
 EXACT = {"atol": 1e-9, "rtol": 1e-9}
@@ -242,10 +242,6 @@ def test_a_copy_goes_on_by_itself(kind: str) -> None:
     assert read(gpt, copied, ids[:1, :20], [20]).shape[1] == 20
 
 
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
-
-
 @pytest.mark.parametrize(("place", "new"), [("0.attention", 40), ("0.attention.out", 1), ("1.attention", 40)])
 @each_cache
 @torch.no_grad()
@@ -254,7 +250,7 @@ def test_after_a_call_that_broke_off(kind: str, new: int, place: str) -> None:
     gpt, ids = model(options=FLOOR), tokens(2, 150)
     cache = CACHES[kind](gpt)
     gpt(ids[:, :100], cache=cache)
-    broken = gpt.get_submodule(f"layers.{place}").register_forward_pre_hook(_interrupt)
+    broken = gpt.get_submodule(f"layers.{place}").register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         gpt(ids[:, 100 : 100 + new], cache=cache)
     broken.remove()
@@ -281,7 +277,7 @@ def test_eviction_after_a_call_that_broke_off_is_for_tokens_that_really_come() -
     with witnessed(cache) as witnesses:
         gpt(ids[:, :100], cache=cache)
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(PagedLayer, "_prefill", _interrupt)
+            patch.setattr(PagedLayer, "_prefill", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 gpt(ids[:, 100:], cache=cache)
         cache.evict()

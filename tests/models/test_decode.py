@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.models.tiny import SCHEMES, T, model, tokens
+from tests.models.tiny import SCHEMES, T, interrupt, model, tokens
 
 # Across the training length and four times it.
 N = 4 * T + 7
@@ -66,7 +66,7 @@ def test_a_call_that_broke_off_can_be_made_again() -> None:
     gpt, ids = model(), tokens(2, 30)
     cache = gpt.new_cache()
     gpt(ids[:, :20], cache=cache)
-    interrupted = gpt.layers[1].register_forward_pre_hook(_interrupt)
+    interrupted = gpt.layers[1].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         gpt(ids[:, 20:], cache=cache)
     interrupted.remove()
@@ -110,7 +110,3 @@ def test_a_cache_takes_no_other_dtype_or_depth() -> None:
     assert cache.length == 4
     with pytest.raises(ValueError, match=r"^cache: "):
         model(n_layer=3)(ids, cache=cache)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt

@@ -7,7 +7,7 @@ import torch
 
 import gape
 from gape.models.generate import evaluating
-from tests.models.tiny import VOCAB, model, tokens
+from tests.models.tiny import VOCAB, interrupt, model, tokens
 from tests.wrong import each_wrong
 
 #: One of each way to keep keys; all schemes stand in `test_decode.py`.
@@ -108,7 +108,7 @@ def test_modes_come_back_after_an_interrupt() -> None:
     gpt, ids = model(dropout=0.5).train(), tokens(1, 5)
     gpt.layers[0].eval()
     modes = [module.training for module in gpt.modules()]
-    stop = gpt.layers[1].register_forward_pre_hook(_interrupt)
+    stop = gpt.layers[1].register_forward_pre_hook(interrupt)
     with pytest.raises(KeyboardInterrupt):
         gpt.generate(ids, 5)
     stop.remove()
@@ -152,7 +152,3 @@ def test_wrong_argument_is_named(argument: str, value: object) -> None:
 def test_a_row_of_pads_is_refused() -> None:
     with pytest.raises(ValueError, match=r"^ids: got a row of pads"):
         model().generate(torch.tensor([[1, 2], [0, 0]]), 1, pad_id=0)
-
-
-def _interrupt(*_: object) -> None:
-    raise KeyboardInterrupt
