@@ -12,8 +12,9 @@ import torch
 pytest.importorskip("transformers")
 
 from gape.experiments.open_model import transformers_reader
-from gape.experiments.own_answers import answer, written_prompts
+from gape.experiments.own_answers import answer, capture_steps, written_prompts
 from gape.tasks.ruler.readers import TransformersReader
+from tests.hf.tiny import tiny
 from tests.tasks.ruler import small
 
 CHAT = "<u>{{ messages[0].content }}</u><bot>"
@@ -63,3 +64,19 @@ def test_answers_are_drawn_from_the_models_distribution(reader: TransformersRead
     sharper = (probabilities.log() / 0.7).softmax(-1)
     distances = [float((frequencies - each).abs().sum()) for each in (probabilities, sharper)]
     assert distances[0] < 0.5 * distances[1]
+
+
+def test_a_cache_in_pages_changes_no_answers(reader: TransformersReader) -> None:
+    plain = answer(reader, ["a", "bb", "b a"], 6, batch=2)
+    capture_steps(reader, 64)
+    assert reader.forgetting is not None
+    again = answer(reader, ["a", "bb", "b a"], 6, batch=2)
+    assert [ids.tolist() for ids, _ in again] == [ids.tolist() for ids, _ in plain]
+
+
+def test_a_model_that_no_cache_in_pages_takes_is_left_alone(reader: TransformersReader) -> None:
+    reader.model = tiny("mistral", sliding_window=8)
+    kind = type(reader.model.model.layers[0].self_attn)
+    capture_steps(reader, 64)
+    assert reader.forgetting is None
+    assert type(reader.model.model.layers[0].self_attn) is kind

@@ -385,3 +385,11 @@ def test_yarn_warns_where_t_is_not_the_models_own_context(family, length, warns,
     with caplog.at_level("WARNING", logger="gape.hf"):
         gape.hf.inject(tiny(family), context_length=length, position="yarn")
     assert any("max_position_embeddings = 128" in record.getMessage() for record in caplog.records) == warns
+
+
+@torch.no_grad()
+def test_settings_of_before_capped_logits_are_read() -> None:
+    model = gape.hf.inject(tiny("llama"), context_length=16, layers=[0])
+    expected = model(tokens()).logits
+    del model.config.gape["softcap"]
+    torch.testing.assert_close(model(tokens()).logits, expected)

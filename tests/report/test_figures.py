@@ -224,3 +224,13 @@ def test_without_matplotlib_there_are_tables_and_a_hint(tmp_path: Path, monkeypa
     assert "gape[plot]" in messages[0]
     assert "<table>" in page
     assert "<img" not in page
+
+
+@pytest.mark.parametrize("name", [pytest.param("fox", marks=pytest.mark.slow), "logit-gap"])
+def test_the_same_results_give_the_same_bytes(name: str, tmp_path: Path) -> None:
+    store(stored(), tmp_path / "results")
+    for place in ("one", "two"):
+        paths = catalogue.write(catalogue.figure(name), gather([tmp_path / "results"]), tmp_path / place)
+        assert [path.name for path in paths] == [f"{name}.json", f"{name}.png", f"{name}.pdf"]
+    for path in paths:
+        assert path.read_bytes() == (tmp_path / "one" / path.name).read_bytes()

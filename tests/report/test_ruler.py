@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 
-from gape.report import ruler
-from gape.report.results import Results
+from gape.report import catalogue, ruler
+from gape.report.page import report
+from gape.report.results import Results, gather, store
 
 MEANS = {"rope": 10.2, "p-rope": 9.9, "p-rope+gape": 9.3}
 SUBSETS = [(task, length) for task in ("vt", "cwe") for length in (4096, 8192)]
@@ -145,3 +147,11 @@ def test_an_ablation_comes_with_its_intervals() -> None:
     assert {cells[-1] for cells in table.rows} == {"worse"}
     _, other = ruler.ablation_tables(results(records), ("p-rope+gape", "gate-fixed"))
     assert {cells[1].split(" − ")[1] for cells in other.rows} == {"p-RoPE+GAPE (gate-fixed)"}
+
+
+def test_reports_show_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "FIGURES", {})
+    store(results(rows()), tmp_path / "stored")
+    gathered = gather([tmp_path / "stored"])
+    page = report(gathered, tmp_path).read_text(encoding="utf-8")
+    assert all(table.html() in page for table in ruler.tables(results(rows())))

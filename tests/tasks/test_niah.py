@@ -208,3 +208,16 @@ def test_mixed_lengths_and_positions_are_those_of_training_alone() -> None:
     for wrong in ({"shortest": 65}, {"random_to": 63}, {"skip_to": 1}, {"random_to": 99, "skip_to": 99}):
         with pytest.raises(ValueError, match=f"^{list(wrong)[-1]}"):
             NIAHConfig(length=64, **wrong)
+
+
+def test_digits_and_fillers_are_uniform() -> None:
+    ids = niah.sample(NIAHConfig(length=256, n_needles=64), 500).ids
+    counts = torch.bincount(ids.flatten(), minlength=niah.VOCAB_SIZE).double()
+    for part in (counts[: niah.N_FILLERS], counts[niah.DIGIT_0 :]):
+        assert float(((part - part.mean()) ** 2 / part.mean()).sum()) < 40
+
+
+def test_accuracy_does_not_depend_on_the_batch() -> None:
+    config = NIAHConfig(length=64, n_needles=2)
+    one, other = (niah.hits(Oracle("last", answer=20), config, samples=50, batch=batch) for batch in (50, 7))
+    assert torch.equal(one, other)

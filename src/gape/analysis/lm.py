@@ -32,8 +32,9 @@ GIVEN_UP = 0.01
 
 
 def entropy(model: nn.Module, passages: Sequence[Passage]) -> Record:
-    """Attention entropy, the distances it covers, and the gates, of a :class:`gape.GPT` in eval mode, passage by
-    passage.
+    """Attention entropy, the distances it covers, and the gates, passage by passage.
+
+    `model` is a :class:`gape.GPT` in eval mode.
 
     Returns:
         Lists by passage, layer and head. `entropy`, `distance` and `sink` are means over queries; `used` has the median

@@ -154,7 +154,7 @@ def extend(
     long_length: Annotated[int | None, typer.Option(help="Tokens of its windows; --to or 65536.")] = None,
     update_tokens: Annotated[int, typer.Option(help="Tokens of an update.")] = 65536,
     batch_size: Annotated[
-        int | None, typer.Option(help="Windows at once; by default as many tokens as a long window has.")
+        int | None, typer.Option(help="Windows at once; by default the tokens of a long window, 16,384 at least.")
     ] = None,
     learning_rate: LearningRate = 3e-4,
     free: Annotated[int | None, typer.Option(help="Key heads without a floor; about one in six by default.")] = None,
@@ -170,7 +170,7 @@ def extend(
     skip_to: Annotated[
         int, typer.Option(help="Half of the first phase's windows skip positions, up to this one; 0 skips none.")
     ] = 0,
-    keep: Annotated[float, typer.Option(help="Share of windows with the model's own answers to short prompts.")] = 0.1,
+    keep: Annotated[float, typer.Option(help="Share of windows with the model's own answers.")] = 0.1,
     lora: Lora = 0,
     lengths: Annotated[
         str | None, typer.Option(metavar=INTS, help="Tokens at which it is measured; doubling up to --to by default.")

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-import gape.hf
 from gape.data import Corpus, RecallSource, WindowSource, load_tokenizer
 from gape.distributed import processes
 from gape.distributed.context import layers_to_slice
@@ -171,6 +170,9 @@ class Job:
             ways = self.train_config(phase).context_parallel
             if ways > 1:
                 layers_to_slice(model)
+                if settings.skip_to and phase.folder == SHORT:
+                    fewer = f"0 where {launch.size()} processes share {phase.batch_size} windows"
+                    raise invalid_argument("skip_to", settings.skip_to, fewer)
             if phase.length % ways:
                 fits = f"a number that divides {phase.length}, the tokens of a window that they share"
                 raise invalid_argument("nproc-per-node", launch.size(), fits)
@@ -363,9 +365,7 @@ class Job:
         self.progress.log("answers of the original to prompts of its own, to keep it what it was")
         reader = self._original()
         if self.device.type == "cuda":
-            # Gates at identity change no logits, and steps of their caches are captured.
-            gape.hf.inject(reader.model, context_length=self.native)
-            reader.forgetting = partial(gape.hf.FullCache, reader.model)
+            own_answers.capture_steps(reader, self.native)
         rows = own_answers.kept(reader, seed=settings.seed, tokens=settings.update_tokens)
         files.replace(path, json.dumps(rows).encode())
 

@@ -14,6 +14,8 @@ from gape.experiments.open_model import base_of, load_transformers
 from gape.hf.adapters import add_lora
 from gape.hf.extension import METHODS
 from gape.hf.heads import sizes
+from gape.utils import launch
+from gape.utils.validation import invalid_argument
 
 if TYPE_CHECKING:
     from gape.experiments.extend import Job
@@ -25,6 +27,8 @@ def describe(job: Job) -> str:
     The time of an update is measured: one micro-batch, there and back.
     """
     settings = job.settings
+    if launch.size() > 1:
+        raise invalid_argument("nproc-per-node", launch.size(), "one process with --dry-run, which measures one")
     job.check()
     model = load_transformers(settings.model)
     n_parameters = sum(p.numel() for p in model.parameters())

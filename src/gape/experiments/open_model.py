@@ -78,7 +78,8 @@ def open_model(
 ) -> OpenModel:  # fmt: skip
     """Open whatever trained model lies in a directory: a run, or a saved model of transformers.
 
-    A ValueError where there is none or it cannot be read, a CheckpointError for a run without a valid checkpoint.
+    `attention` is an `attn_implementation` in place of that of a model of transformers. A ValueError where there is no
+    model or it cannot be read, a CheckpointError for a run without a valid checkpoint.
     """
     if not is_transformers(directory):
         return open_run(directory, device, log)
@@ -148,7 +149,8 @@ def read_run(directory: Path, kind: str | None = None) -> Run:
 def load_transformers(name: str, attention: str | None = None, dtype: torch.dtype = torch.float32) -> Any:
     """A causal language model, from a directory or the hub, or a ValueError; code that comes with it is never run.
 
-    A file, and a path where there is nothing, are not looked up on the hub.
+    `attention` is an `attn_implementation` in place of the model's own. A file, and a path where there is nothing, are
+    not looked up on the hub.
     """
     from gape.hf.reading import read_model  # noqa: PLC0415
 

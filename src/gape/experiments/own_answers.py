@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib import resources
 from typing import Any
 
 import torch
 from torch import Tensor
 
+import gape.hf
 from gape.tasks.ruler.readers import TransformersReader
 
 #: Of the shipped prompts so many are measured on; the others may be tuned on.
@@ -36,12 +38,27 @@ def kept(reader: TransformersReader, *, seed: int, tokens: int) -> list[list[int
     Args:
         reader: the model; without a chat template it answers the prompts that ship.
         seed: draws prompts and answers.
-        tokens: that are read at once at most.
+        tokens: that are read at once, about.
     """
     batch = max(1, tokens // (PROMPT_TOKENS + KEPT_TOKENS))
     texts = written_prompts(reader, KEPT_PROMPTS, PROMPT_TOKENS, seed=seed, batch=batch)
     texts = texts or short_prompts()[MEASURED_PROMPTS:] * KEPT_ANSWERS
     return [ids.tolist() for ids, _ in answer(reader, texts, KEPT_TOKENS, seed=seed, batch=batch)]
+
+
+def capture_steps(reader: TransformersReader, context_length: int) -> None:
+    """Let a GPU replay the steps of generation, if a cache in pages takes the model.
+
+    It takes models with gates; at an identity start they change no logits.
+    """
+    gape.hf.inject(reader.model, context_length=context_length)
+    cache = partial(gape.hf.FullCache, reader.model)
+    try:
+        cache()
+    except ValueError:
+        gape.hf.remove(reader.model)
+    else:
+        reader.forgetting = cache
 
 
 def written_prompts(reader: TransformersReader, count: int, tokens: int, *, seed: int, batch: int) -> list[str]:

@@ -112,7 +112,7 @@ def _ungated_attention(
     """What layers without gates run under our names: `sdpa`, or the dense form where logits are capped."""
     settings = getattr(module.config, "gape", None)
     # Always, except in a model whose implementation did not cap them before.
-    caps = bool(settings["softcap"]) if isinstance(settings, dict) else True
+    caps = not isinstance(settings, dict) or settings.get("softcap", True)
     if softcap is not None and caps:
         scale = query.size(-1) ** -0.5 if scaling is None else scaling
         out, weights = dense_attention(query, key, value, None, mask=attention_mask, scale=scale, softcap=softcap)
@@ -270,9 +270,7 @@ def dense_attention(
 
 
 def check_causality(name: str, like: Tensor) -> None:
-    """Make sure, the first time an implementation runs on a device, that no token attends to a later one; a
-    RuntimeError.
-    """
+    """Make sure, once for an implementation and device, that no token attends to a later one, or a RuntimeError."""
     key = (name, like.device.type)
     if key in _CHECKED or torch.compiler.is_compiling() or like.device.type == "meta":
         return

@@ -123,7 +123,8 @@ def sample(
 ) -> Haystack:
     """Draw `batch` sequences, a function of the arguments that is the same on every device.
 
-    `first` is where in the series of (split, seed, step, micro) to begin; series of different splits are independent.
+    `first` is where in the series of (split, seed, step, micro) to begin. The series of the splits "train",
+    "validation" and "test" are independent.
 
     Raises:
         ValueError: batch below 1, an unknown split, or a series longer than 2³² words.

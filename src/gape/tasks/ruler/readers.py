@@ -159,7 +159,8 @@ class TransformersReader(Reader):
     def encode_all(self, texts: Sequence[str], *, start: bool = True) -> list[list[int]]:
         """The ids of several texts, which fast tokenizers encode side by side."""
         before = self._before if start else []
-        return [before + list(ids) for ids in self.tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
+        encoded = self.tokenizer(list(texts), add_special_tokens=False)["input_ids"] if texts else []
+        return [before + list(ids) for ids in encoded]
 
     def decode(self, ids: list[int]) -> str:
         """The text of ids."""
