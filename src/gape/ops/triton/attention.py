@@ -19,7 +19,18 @@ from gape.ops.triton import attention_bwd, attention_fwd
 from gape.ops.triton.configs import tiles_for
 from gape.ops.triton.custom_ops import Launch, in_parts, operator, traceable
 from gape.ops.triton.prologue import bounded_launch, bounded_tables, side_by_side
-from gape.ops.triton.tiles import CAUSAL, LOG2E, SLACK, Layout, bounds, layout_of, strides_of
+from gape.ops.triton.tiles import (
+    CAUSAL,
+    LOG2E,
+    SLACK,
+    Layout,
+    _exposures_kernel,
+    bounds,
+    exposures_launch,
+    in_pieces,
+    layout_of,
+    strides_of,
+)
 
 
 def run(problem: Problem, eps: float = 0.0) -> Tensor:
@@ -59,7 +70,7 @@ def _run_fwd(problem: Problem, eps: float) -> tuple[Tensor, Tensor, Tensor, Tens
 def attend_projected(
     q: Tensor, k: Tensor, v: Tensor, angles: Angles | None, reading: GateReading, *, scale: float, eps: float
 ) -> tuple[Tensor, ...]:
-    """Two launches for tokens in index order: :class:`gape.ops.prologue.Projected`, then what :func:`fwd` counts.
+    """Three launches for tokens in index order: :class:`gape.ops.prologue.Projected`, then what :func:`fwd` counts.
 
     Without the operators around them, which take longer than the launches, and so without gradients. Norms are those of
     the rows that attention reads, stretched as in :func:`bounds`.
@@ -78,11 +89,12 @@ def _attend_projected(
     rotated = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
     out = torch.empty(plan.out, dtype=q.dtype, device=q.device)
     room = torch.empty(plan.room, dtype=torch.float32, device=q.device)
-    c, u, reach, k_reach, u_least, lse, low, visited, earliest = (room.as_strided(*part) for part in plan.parts)
+    c, u, reach, k_reach, u_least, pieces, lse, low, visited, earliest = (room.as_strided(*part) for part in plan.parts)
     if out.numel():
         plan.prologue(q, k, *bounded_tables(q, angles, reading), *rotated, c, u, reach, k_reach, u_least)
+        plan.exposures(u, pieces)
         plan.attention(
-            *rotated, v, c, u, q, q, q, q, q, out, lse, reach, low, k_reach, u_least, visited,
+            *rotated, v, c, pieces, q, q, q, q, q, out, lse, reach, low, k_reach, u_least, visited,
             earliest.view(torch.int32),
         )  # fmt: skip
     return out, lse, *rotated, c, u, visited
@@ -92,13 +104,14 @@ class _Plan(NamedTuple):
     """How :func:`attend_projected` runs for tensors alike, as those of all layers of a model are.
 
     Attributes:
-        prologue, attention: the launches.
+        prologue, exposures, attention: the launches.
         out: shape of the output.
         room: float32 numbers that they need beside rows of heads.
         parts: shape, strides and start in it of each tensor.
     """
 
     prologue: Launch
+    exposures: Launch
     attention: Launch
     out: torch.Size
     room: int
@@ -123,14 +136,17 @@ def _plan(
     shapes, prologue = bounded_launch(q, k, columns, by_head, content, stretches, tile)
     numbers = [torch.empty(shape, device="meta") for shape in shapes]
     rotated_q, rotated_k = (torch.empty(x.shape, dtype=dtype, device="meta") for x in (q, k))
+    grid, sizes, flags = _fwd_launch(rotated_q, rotated_k, v, CAUSAL, scale, eps)
+    u, pieces = numbers[1], flags["PIECES"]
+    exposures = Launch(_exposures_kernel, *exposures_launch(u, pieces))
     out, *outs = _blank(q, v, eps)
     parts, room = [], 0
-    for x in (*numbers, *outs):
+    for x in (*numbers, u.new_empty(*u.shape, pieces), *outs):
         parts.append((tuple(x.shape), x.stride(), room))
         # Each begins where loads of 128 bytes may begin.
         room += -(-x.numel() // 32) * 32
-    attention = Launch(attention_fwd._fwd_kernel, *_fwd_launch(rotated_q, rotated_k, v, CAUSAL, scale, eps))
-    return _Plan(prologue, attention, out.shape, room, parts)
+    attention = Launch(attention_fwd._fwd_kernel, grid, sizes, flags)
+    return _Plan(prologue, exposures, attention, out.shape, room, parts)
 
 
 def _whole_pieces(x: Tensor) -> Tensor:
@@ -158,10 +174,10 @@ def fwd(
         layout = Layout(q_positions, k_positions, q_documents, k_documents, mask, causal)
         reach, k_reach, u_least = bounds(q, k, v, u, scale) if eps else (c, c, c)
         grid, numbers, flags = _fwd_launch(q, k, v, layout, scale, eps)
+        tensors = _tensors(q, k, v, c, in_pieces(u, flags["PIECES"]), layout)
         traceable(attention_fwd._fwd_kernel)[grid](
-            *_tensors(q, k, v, c, u, layout), out, lse, reach, low, k_reach, u_least, visited, earliest, *numbers,
-            **flags,
-        )  # fmt: skip
+            *tensors, out, lse, reach, low, k_reach, u_least, visited, earliest, *numbers, **flags
+        )
     return outs
 
 
@@ -188,12 +204,15 @@ def bwd(
         BLOCK=64, BLOCK_D=tile["BLOCK_V"], BLOCK_M=column_tile["BLOCK_M"],
     )  # fmt: skip
     rows = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
+    pieces = _pieces(tile, layout)
     traceable(attention_bwd._bwd_dq_kernel)[rows](
-        *tensors, grad, numbers, dq, dc, *skipping, *strides, q.size(1), *sizes, scale * LOG2E, scale, **flags, **tile
-    )
+        *tensors[:4], in_pieces(u, pieces), *tensors[5:], grad, numbers, dq, dc, *skipping, *strides,
+        q.size(1), *sizes, scale * LOG2E, scale, **flags, **tile, PIECES=pieces,
+    )  # fmt: skip
     columns = (-(-k.size(2) // column_tile["BLOCK_N"]), k.size(0) * k.size(1))
     traceable(attention_bwd._bwd_dkv_kernel)[columns](
-        *tensors, grad, numbers, dk, dv, du, *skipping, *strides, k.size(1), *sizes, scale * LOG2E, scale, LOG2E,
+        *tensors, grad, numbers, dk, dv, du, *skipping, *strides, q.size(1), k.size(1), *sizes[1:],
+        scale * LOG2E, scale, LOG2E,
         **flags, **column_tile, RAGGED=bool(q.size(2) % column_tile["BLOCK_M"]),
     )  # fmt: skip
     return dq, dk, dv, dc, du
@@ -262,6 +281,12 @@ def _flags(q: Tensor, v: Tensor, layout: Layout, eps: float) -> dict[str, Any]:
     return layout.flags | partial | {"SKIP": eps > 0}
 
 
+def _pieces(tile: dict[str, int], layout: Layout) -> int:
+    """How many numbers a key's exposure has in kernels of queries: so many that a program's threads fetch one each."""
+    of_each = tile["num_warps"] * 32 // tile["BLOCK_N"]
+    return 1 if layout.q_positions is not None or of_each > 4 else max(2, of_each)
+
+
 def _fwd_launch(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, eps: float
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
@@ -269,4 +294,4 @@ def _fwd_launch(
     tile = tiles_for(q, v, "fwd", skip=eps > 0)
     grid = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
     numbers = (*_strides(q, k, v, layout), q.size(1), *_sizes(q, k, v), scale * LOG2E, eps)
-    return grid, numbers, _flags(q, v, layout, eps) | tile
+    return grid, numbers, _flags(q, v, layout, eps) | tile | {"PIECES": _pieces(tile, layout)}

@@ -22,6 +22,7 @@ from gape.ops.triton.tiles import (
     document_of,
     empty_parts,
     in_eights,
+    load_exposures,
     load_numbers,
     load_parts,
     load_rows,
@@ -73,7 +74,7 @@ def dq_tile(
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Add what the tile of keys from `start_n` on gives to dq and dc. CHECK: look at single pairs."""
     offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -84,14 +85,14 @@ def dq_tile(
     v, v_rest = load_parts(v_ptr, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, REST_V, CHECK, PARTIAL_V)
     s = products(q, q_rest, k, k_rest, REST_D)
     # Behind the product, so that it is not in registers while that runs.
-    u = load_vector(u_ptr, start_n, n_k, 0.0, BLOCK_N, CHECK)
+    u, local = load_exposures(u_ptr, start_n, n_k, BLOCK_N, CHECK, PIECES)
     if HAS_POSITIONS:
         distance = distances(i[:, None], i_far[:, None], j[None, :], j_far[None, :])
         earlier = distance >= 0
         lost = -(u[None, :] * distance)
     else:
-        earlier = j[None, :] <= i[:, None]
-        lost = (u * j)[None, :] - i[:, None] * u[None, :]
+        earlier = tl.arange(0, BLOCK_N)[None, :] <= (offs_m + (i_first - start_n))[:, None]
+        lost = local[None, :] - i[:, None] * u[None, :]
     s = s * scale + (c[:, None] * lost - lse[:, None])
     if CHECK:
         k_doc = document_of(kd_ptr, offs_n, n_k, -1, HAS_DOCUMENTS)
@@ -113,7 +114,7 @@ def dq_needed(
     reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Of the tiles of keys before tile `near`, add what those give that the forward pass took in."""
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -130,7 +131,8 @@ def dq_needed(
             for tile in range(base + begin, base + end):
                 dq, dq_rest, dc = dq_tile(
                     False, tile * BLOCK_N, dq, dq_rest, dc, *rows, *keys,
-                    True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                    True, False, False, False, PARTIAL_D, PARTIAL_V,
+                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
                 )  # fmt: skip
     return dq, dq_rest, dc
 
@@ -145,7 +147,7 @@ def _bwd_dq_kernel(
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """dq (B, Hq, Nq, D) and dc (B, Hq, Nq), contiguous; one program per tile of queries."""
     batch, head, key_head, key_row = owner(n_heads, groups)
@@ -153,7 +155,7 @@ def _bwd_dq_kernel(
     offs_m = start_m + tl.arange(0, BLOCK_M)
     row = (batch * n_heads + head) * n_q
     keys = (
-        k_ptr + batch * k_b + key_head * k_h, v_ptr + batch * v_b + key_head * v_h, u_ptr + key_row * n_k,
+        k_ptr + batch * k_b + key_head * k_h, v_ptr + batch * v_b + key_head * v_h, u_ptr + key_row * n_k * PIECES,
         qp_ptr + batch * qp_b, kp_ptr + batch * kp_b, kd_ptr + batch * n_k, mask_ptr + batch * mask_b + head * mask_h,
         k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, single(scale),
     )  # fmt: skip
@@ -176,20 +178,20 @@ def _bwd_dq_kernel(
         dq, dq_rest, dc = dq_tile(
             True, start_n, dq, dq_rest, dc, *rows, *keys,
             CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
         )  # fmt: skip
     if SKIP:
         dq, dq_rest, dc = dq_needed(
             dq, dq_rest, dc, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row,
             reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
-            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
         )  # fmt: skip
     else:
         for start_n in range(0, whole, BLOCK_N):
             dq, dq_rest, dc = dq_tile(
                 False, start_n, dq, dq_rest, dc, *rows, *keys,
                 CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
             )  # fmt: skip
     factor = single(content_scale)
     store_parts(dq_ptr + row * d, dq * factor, dq_rest * factor, start_m, n_q, d, BLOCK_M, BLOCK_D, REST_D)
@@ -294,7 +296,7 @@ def _bwd_dkv_kernel(
     grad_ptr, numbers_ptr, dk_ptr, dv_ptr, du_ptr, reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
     qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
-    n_kv_heads, groups, n_q, n_k, d, d_v, scale, content_scale, log2e,
+    n_heads, n_kv_heads, n_q, n_k, d, d_v, scale, content_scale, log2e,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -307,6 +309,8 @@ def _bwd_dkv_kernel(
     queries do not fill their last tile.
     """
     batch, key_head, _, key_row = owner(n_kv_heads, 1)
+    # Not an argument: known to be 1, it would unroll the loop over heads, which the compiler makes a slower kernel of.
+    groups = n_heads // n_kv_heads
     start_n = tl.program_id(0) * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
     column = key_row * n_k
@@ -331,7 +335,7 @@ def _bwd_dkv_kernel(
     )
     for member in range(0, groups):
         head = key_head * groups + member
-        row = (batch * n_kv_heads * groups + head) * n_q
+        row = (batch * n_heads + head) * n_q
         rest = (
             k, k_rest, v, v_rest, u, j, j_far, anchor, first, k_doc, offs_n,
             q_ptr + batch * q_b + head * q_h, grad_ptr + row * d_v, numbers_ptr + row * 4,

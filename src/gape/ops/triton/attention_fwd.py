@@ -22,6 +22,7 @@ from gape.ops.triton.tiles import (
     document_of,
     empty_parts,
     in_eights,
+    load_exposures,
     load_parts,
     load_vector,
     local_positions,
@@ -62,7 +63,7 @@ def fwd_tile(
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Take the tile of keys from `start_n` on into the running softmax (top, total, acc, acc_rest).
 
@@ -75,18 +76,18 @@ def fwd_tile(
     k, k_rest = load_parts(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, REST_D, CHECK, PARTIAL_D)
     s = products(q, q_rest, k, k_rest, REST_D) * scale
     # Behind the product, so that it is not in registers while that runs.
-    u = load_vector(u_ptr, start_n, n_k, 0.0, BLOCK_N, CHECK)
+    u, local = load_exposures(u_ptr, start_n, n_k, BLOCK_N, CHECK, PIECES)
     if HAS_POSITIONS:
         distance = distances(i[:, None], i_far[:, None], j[None, :], j_far[None, :])
         earlier = distance >= 0
         s -= c[:, None] * (u[None, :] * distance)
     elif not LEVEL:
-        earlier = j[None, :] <= i[:, None]
+        earlier = tl.arange(0, BLOCK_N)[None, :] <= (offs_m + (i_first - start_n))[:, None]
         # Positions of keys are small here, so nothing large is added before the rest is taken away.
-        s += c[:, None] * (u * j)[None, :] - (c * i)[:, None] * u[None, :]
+        s += c[:, None] * local[None, :] - (c * i)[:, None] * u[None, :]
     if LEVEL:
         # In this order each operation is a product with a sum.
-        p = tl.exp2(s + (c[:, None] * (u * j)[None, :] - ((c * i)[:, None] * u[None, :] + top[:, None])))
+        p = tl.exp2(s + (c[:, None] * local[None, :] - ((c * i)[:, None] * u[None, :] + top[:, None])))
     else:
         if CHECK:
             k_doc = document_of(kd_ptr, offs_n, n_k, -1, HAS_DOCUMENTS)
@@ -195,7 +196,7 @@ def fwd_needed(
     LEVEL: tl.constexpr, top, total, acc, acc_rest, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
     key_row, k_reach_ptr, u_least_ptr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
     """Visit the tiles of keys before tile `near` that a query may need, and count them."""
     k_reach_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
@@ -211,7 +212,8 @@ def fwd_needed(
             for tile in range(base + begin, base + end):
                 top, total, acc, acc_rest = fwd_tile(
                     False, LEVEL, tile * BLOCK_N, top, total, acc, acc_rest, *rows, *keys,
-                    True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                    True, False, False, False, PARTIAL_D, PARTIAL_V,
+                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
                 )  # fmt: skip
     return top, total, acc, acc_rest, visited
 
@@ -226,9 +228,11 @@ def _fwd_kernel(
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, PIECES: tl.constexpr,
 ):  # fmt: skip
-    """Outputs (B, Hq, Nq, Dv) and base-2 log-sum-exps (B, Hq, Nq), both contiguous; c, u, documents too.
+    """Outputs (B, Hq, Nq, Dv) and base-2 log-sum-exps (B, Hq, Nq), both contiguous; c, documents too.
+
+    u (B, Hk, Nk, PIECES): exposures as :func:`load_exposures` reads them.
 
     SKIP reads reach (B, Hq, Nq), k_reach and u_least (B, Hk, tiles), writes low (B, Hq, Nq), visited and earliest
     (B, Hq, tiles).
@@ -239,7 +243,7 @@ def _fwd_kernel(
     offs_m = start_m + tl.arange(0, BLOCK_M)
     row = (batch * n_heads + head) * n_q
     keys = (
-        k_ptr + batch * k_b + key_head * k_h, v_ptr + batch * v_b + key_head * v_h, u_ptr + key_row * n_k,
+        k_ptr + batch * k_b + key_head * k_h, v_ptr + batch * v_b + key_head * v_h, u_ptr + key_row * n_k * PIECES,
         qp_ptr + batch * qp_b, kp_ptr + batch * kp_b, kd_ptr + batch * n_k, mask_ptr + batch * mask_b + head * mask_h,
         k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, single(scale),
     )  # fmt: skip
@@ -258,7 +262,7 @@ def _fwd_kernel(
     for start_n in range(begin, stop, BLOCK_N):
         top, total, acc, acc_rest = fwd_tile(
             True, False, start_n, top, total, acc, acc_rest, *rows, *keys, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS,
-            HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+            HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
         )  # fmt: skip
     if SKIP:
         reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
@@ -271,7 +275,7 @@ def _fwd_kernel(
         top, total, acc, acc_rest, visited = fwd_needed(
             True, top, total, acc, acc_rest, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
             key_row, k_reach_ptr, u_least_ptr,
-            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
         )  # fmt: skip
         row_tile = tl.program_id(1) * tl.num_programs(0) + start_m // BLOCK_M
         tl.store(visited_ptr + row_tile, tl.cdiv(stop, BLOCK_N) - near + visited)
@@ -281,18 +285,18 @@ def _fwd_kernel(
             for start_n in tl.range(begin, stop, BLOCK_N, num_stages=1):
                 top, total, acc, acc_rest = fwd_tile(
                     True, False, start_n, top, total, acc, acc_rest, *rows, *keys, True, False, False, False,
-                    PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                    PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
                 )  # fmt: skip
             top, total, acc, acc_rest, _ = fwd_needed(
                 False, top, total, acc, acc_rest, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
                 key_row, k_reach_ptr, u_least_ptr,
-                PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
             )  # fmt: skip
     elif not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
         for start_n in range(0, whole, BLOCK_N):
             top, total, acc, acc_rest = fwd_tile(
                 False, True, start_n, top, total, acc, acc_rest, *rows, *keys, CAUSAL, False, False, False,
-                PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
             )  # fmt: skip
         if too_high(total, acc, q.dtype == tl.float16):
             top, total, acc, acc_rest = empty_softmax(BLOCK_M, BLOCK_V, REST_V)
@@ -300,7 +304,7 @@ def _fwd_kernel(
             for start_n in tl.range(0, stop, BLOCK_N, num_stages=1):
                 top, total, acc, acc_rest = fwd_tile(
                     True, False, start_n, top, total, acc, acc_rest, *rows, *keys, CAUSAL, False, False, False,
-                    PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                    PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
                 )  # fmt: skip
     whole_sum = tl.sum(total, 1)
     over = tl.where(whole_sum == 0.0, 1.0, whole_sum)[:, None]

@@ -33,8 +33,11 @@ class Tile(NamedTuple):
 #: The loop over a run of tiles still has all it needs in registers, and what is put aside is read back around it. In
 #: heads of more than 64 that loop itself would read numbers back for every tile, and shared memory has room for two.
 TILES: dict[str, dict[str, Tile]] = {
-    "narrow": {"fwd": Tile(128, 64, 4, 3), "bwd_dq": Tile(64, 64, 4, 2), "bwd_dkv": Tile(64, 64, 4, 2)},
-    "wide": {"fwd": Tile(128, 128, 8, 2), "bwd_dq": Tile(128, 64, 8, 2), "bwd_dkv": Tile(64, 128, 8, 2)},
+    "narrow": {
+        "fwd": Tile(64, 64, 4, 3, registers=168), "bwd_dq": Tile(64, 64, 4, 3), "bwd_dkv": Tile(64, 64, 4, 2),
+    },
+    "in parts": {"fwd": Tile(128, 64, 8, 3), "bwd_dq": Tile(64, 64, 4, 3), "bwd_dkv": Tile(64, 128, 8, 2)},
+    "wide": {"fwd": Tile(128, 64, 8, 3), "bwd_dq": Tile(128, 64, 8, 3), "bwd_dkv": Tile(64, 128, 8, 3)},
     "widest": {"fwd": Tile(64, 32, 8, 2), "bwd_dq": Tile(64, 32, 8, 2), "bwd_dkv": Tile(32, 64, 8, 2)},
     "small": {"fwd": Tile(32, 32, 4, 2), "bwd_dq": Tile(32, 32, 4, 2), "bwd_dkv": Tile(32, 32, 4, 2)},
     "narrow, skipping": {
@@ -59,6 +62,8 @@ def _tiles(width: int, value_width: int, single: bool, kernel: str, skip: bool) 
         kind = "small"
     elif skip:
         kind = f"{kind}, skipping"
+    elif kind == "wide" and all(rests.values()):
+        kind = "in parts"
     tile = TILES[kind][kernel]
     cap = {} if tile.registers is None else {"maxnreg": tile.registers}
     sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_D": width, "BLOCK_V": value_width} | rests

@@ -24,6 +24,9 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 FAR = tl.constexpr(8388608)
 NEAR_BITS = tl.constexpr(23)
 
+#: Keys after which local positions start from zero again: a multiple of every tile's keys.
+SPAN = tl.constexpr(128)
+
 #: Neighbouring tiles that are judged at once, a bit of one number each: the more, the longer the runs of tiles whose
 #: loads are pipelined.
 GROUP = tl.constexpr(32)
@@ -93,8 +96,8 @@ def single(x):
 
 @triton.jit
 def anchor_of(ptr, stride, start, HAS_POSITIONS: tl.constexpr):
-    """The position of the tile's first key."""
-    return tl.load(ptr + start * stride) if HAS_POSITIONS else start
+    """What positions of a tile of keys are counted from: its first key's, in index order that of its span."""
+    return tl.load(ptr + start * stride) if HAS_POSITIONS else start // SPAN * SPAN
 
 
 @triton.jit
@@ -215,6 +218,26 @@ def load_vector(ptr, start, n, other, LENGTH: tl.constexpr, CHECK: tl.constexpr)
     if CHECK:
         return tl.load(ptr + start + offsets, mask=offsets < n - start, other=other)
     return tl.load(ptr + start + offsets)
+
+
+@triton.jit
+def load_exposures(ptr, start, n, LENGTH: tl.constexpr, CHECK: tl.constexpr, PIECES: tl.constexpr):
+    """u and u·(j mod SPAN) of keys start … start + LENGTH − 1, zero past the end.
+
+    More pieces than one lie side by side as `_exposures_kernel` writes them. With as many numbers as threads each
+    thread fetches one, and not all that its columns need.
+    """
+    if PIECES == 1:
+        u = load_vector(ptr, start, n, 0.0, LENGTH, CHECK)
+        return u, u * (start % SPAN + tl.arange(0, LENGTH)).to(tl.float32)
+    else:  # noqa: RET505
+        keys, which = tl.arange(0, LENGTH)[:, None], tl.arange(0, PIECES)[None, :]
+        pointers = ptr + tl.cast(start, tl.int64) * PIECES + (keys * PIECES + which)
+        pieces = tl.load(pointers, mask=keys < n - start, other=0.0) if CHECK else tl.load(pointers)
+        if PIECES == 4:
+            # Both numbers twice: one of each is taken.
+            pieces, _ = tl.split(tl.trans(tl.reshape(pieces, (LENGTH, 2, 2)), 0, 2, 1))
+        return tl.split(pieces)
 
 
 @triton.jit
@@ -426,6 +449,33 @@ def _key_bounds_kernel(
     at = row.to(tl.int64) * tl.cdiv(n, BLOCK) + tl.program_id(0)
     tl.store(reach_ptr + at, tl.max(length, 0))
     tl.store(least_ptr + at, tl.min(u, 0))
+
+
+@triton.jit
+def _exposures_kernel(u_ptr, pieces_ptr, n, BLOCK: tl.constexpr, PIECES: tl.constexpr):
+    """u (rows, n) → (rows, n, PIECES): u and u·(j mod SPAN), once or twice."""
+    start = tl.program_id(0) * BLOCK
+    row = tl.program_id(1).to(tl.int64) * n + start
+    keys, which = tl.arange(0, BLOCK)[:, None], tl.arange(0, PIECES)[None, :]
+    u = tl.load(u_ptr + row + keys, mask=keys < n - start, other=0.0)
+    pieces = tl.where(which % 2 == 0, u, u * ((start + keys) % SPAN).to(tl.float32))
+    tl.store(pieces_ptr + row * PIECES + (keys * PIECES + which), pieces, mask=keys < n - start)
+
+
+def exposures_launch(u: Tensor, pieces: int) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int]]:
+    """Grid, numbers and flags of `_exposures_kernel` for exposures (B, H, N)."""
+    grid = (-(-u.size(2) // 512), u.size(0) * u.size(1))
+    return grid, (u.size(2),), {"BLOCK": 512, "PIECES": pieces, "num_warps": 4}
+
+
+def in_pieces(u: Tensor, pieces: int) -> Tensor:
+    """Exposures (B, H, N) as :func:`load_exposures` reads them, (B, H, N, pieces)."""
+    if pieces == 1:
+        return u.contiguous()
+    out = torch.empty(*u.shape, pieces, dtype=torch.float32, device=u.device)
+    grid, numbers, flags = exposures_launch(u, pieces)
+    traceable(_exposures_kernel)[grid](u.contiguous(), out, *numbers, **flags)
+    return out
 
 
 def bounds(q: Tensor, k: Tensor, v: Tensor, u: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
