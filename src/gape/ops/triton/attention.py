@@ -194,7 +194,7 @@ def bwd(
     dq, dk, dv, dc, du = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, c, u))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), dc.zero_(), du.zero_()
-    tile, column_tile = (tiles_for(q, v, kernel, skip=eps > 0) for kernel in ("bwd_dq", "bwd_dkv"))
+    tile, column_tile = (_tile(q, v, kernel, layout, eps) for kernel in ("bwd_dq", "bwd_dkv"))
     reach, k_reach, u_least = bounds(q, k, v, u, scale) if eps else (c, c, c)
     tensors, strides, sizes = _tensors(q, k, v, c, u, layout), _strides(q, k, v, layout), _sizes(q, k, v)
     flags, skipping = _flags(q, v, layout, eps), (reach, low, earliest, k_reach, u_least)
@@ -214,6 +214,8 @@ def bwd(
         *tensors, grad, numbers, dk, dv, du, *skipping, *strides, q.size(1), k.size(1), *sizes[1:],
         scale * LOG2E, scale, LOG2E,
         **flags, **column_tile, RAGGED=bool(q.size(2) % column_tile["BLOCK_M"]),
+        # With more tiles under way and no loop over heads the compiler lets no product run beside another.
+        ALONE=q.size(1) == k.size(1) and column_tile["num_stages"] == 2,
     )  # fmt: skip
     return dq, dk, dv, dc, du
 
@@ -273,7 +275,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
 
 
 def _flags(q: Tensor, v: Tensor, layout: Layout, eps: float) -> dict[str, Any]:
-    tile = tiles_for(q, v, "fwd", skip=eps > 0)
+    tile = _tile(q, v, "fwd", layout, eps)
     partial = {
         "PARTIAL_D": not tile["REST_D"] and q.size(3) != tile["BLOCK_D"],
         "PARTIAL_V": not tile["REST_V"] and v.size(3) != tile["BLOCK_V"],
@@ -281,17 +283,24 @@ def _flags(q: Tensor, v: Tensor, layout: Layout, eps: float) -> dict[str, Any]:
     return layout.flags | partial | {"SKIP": eps > 0}
 
 
+def _tile(q: Tensor, v: Tensor, kernel: str, layout: Layout, eps: float) -> dict[str, int]:
+    return tiles_for(q, v, kernel, skip=eps > 0, masked=layout.masked)
+
+
 def _pieces(tile: dict[str, int], layout: Layout) -> int:
-    """How many numbers a key's exposure has in kernels of queries: so many that a program's threads fetch one each."""
-    of_each = tile["num_warps"] * 32 // tile["BLOCK_N"]
-    return 1 if layout.q_positions is not None or of_each > 4 else max(2, of_each)
+    """How many numbers a key's exposure has in kernels of queries: so many that a program's threads fetch one each.
+
+    With documents or a mask beside four the compiler lets no product run beside another.
+    """
+    of_each = max(2, tile["num_warps"] * 32 // tile["BLOCK_N"])
+    return of_each if of_each <= (2 if layout.masked else 4) and layout.q_positions is None else 1
 
 
 def _fwd_launch(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, eps: float
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, numbers and flags of the forward kernel."""
-    tile = tiles_for(q, v, "fwd", skip=eps > 0)
+    tile = _tile(q, v, "fwd", layout, eps)
     grid = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
     numbers = (*_strides(q, k, v, layout), q.size(1), *_sizes(q, k, v), scale * LOG2E, eps)
     return grid, numbers, _flags(q, v, layout, eps) | tile | {"PIECES": _pieces(tile, layout)}

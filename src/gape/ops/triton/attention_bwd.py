@@ -78,7 +78,7 @@ def dq_tile(
 ):  # fmt: skip
     """Add what the tile of keys from `start_n` on gives to dq and dc. CHECK: look at single pairs."""
     offs_n = start_n + tl.arange(0, BLOCK_N)
-    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
+    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS, PIECES)
     i, i_far = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
     j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
     k, k_rest = load_parts(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, REST_D, CHECK, PARTIAL_D)
@@ -299,18 +299,17 @@ def _bwd_dkv_kernel(
     n_heads, n_kv_heads, n_q, n_k, d, d_v, scale, content_scale, log2e,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
-    RAGGED: tl.constexpr,
+    RAGGED: tl.constexpr, ALONE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     REST_D: tl.constexpr, REST_V: tl.constexpr,
 ):  # fmt: skip
     """dk (B, Hk, Nk, D), dv (B, Hk, Nk, Dv), du (B, Hk, Nk), contiguous; one program per tile of keys.
 
-    The program goes through all query heads that share the key head, so their sum needs no atomics. RAGGED: the
-    queries do not fill their last tile.
+    The program goes through all query heads that share the key head, so their sum needs no atomics. ALONE: there is
+    only one, and no loop over them. RAGGED: the queries do not fill their last tile.
     """
     batch, key_head, _, key_row = owner(n_kv_heads, 1)
-    # Not an argument: known to be 1, it would unroll the loop over heads, which the compiler makes a slower kernel of.
-    groups = n_heads // n_kv_heads
+    groups = 1 if ALONE else n_heads // n_kv_heads
     start_n = tl.program_id(0) * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
     column = key_row * n_k
@@ -325,7 +324,7 @@ def _bwd_dkv_kernel(
     )
     u = load_vector(u_ptr + column, start_n, n_k, 0.0, BLOCK_N, True)
     k_doc = document_of(kd_ptr + batch * n_k, offs_n, n_k, -1, HAS_DOCUMENTS)
-    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
+    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS, 1)
     j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
     dk, dk_rest = empty_parts(BLOCK_N, BLOCK_D, REST_D)
     dv, dv_rest = empty_parts(BLOCK_N, BLOCK_V, REST_V)

@@ -70,7 +70,7 @@ def fwd_tile(
     CHECK: look at single pairs; a tile all of whose pairs are visible needs none. LEVEL: `top` is a level that stays.
     """
     offs_n = start_n + tl.arange(0, BLOCK_N)
-    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
+    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS, PIECES)
     i, i_far = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
     j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
     k, k_rest = load_parts(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, REST_D, CHECK, PARTIAL_D)

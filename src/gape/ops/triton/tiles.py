@@ -54,7 +54,12 @@ class Layout(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether the order is that of the tensors and causality is all there is: where tiles may be skipped."""
-        return self.causal and all(x is None for x in self[:5])
+        return self.causal and not self.masked
+
+    @property
+    def masked(self) -> bool:
+        """Whether every tile has pairs that have to be looked at one by one."""
+        return any(x is not None for x in self[:5])
 
 
 #: Tokens in index order.
@@ -95,9 +100,11 @@ def single(x):
 
 
 @triton.jit
-def anchor_of(ptr, stride, start, HAS_POSITIONS: tl.constexpr):
-    """What positions of a tile of keys are counted from: its first key's, in index order that of its span."""
-    return tl.load(ptr + start * stride) if HAS_POSITIONS else start // SPAN * SPAN
+def anchor_of(ptr, stride, start, HAS_POSITIONS: tl.constexpr, PIECES: tl.constexpr):
+    """What positions of a tile of keys are counted from: its first key's, with exposures in pieces its span's."""
+    if HAS_POSITIONS:
+        return tl.load(ptr + start * stride)
+    return start if PIECES == 1 else start // SPAN * SPAN
 
 
 @triton.jit
@@ -222,14 +229,14 @@ def load_vector(ptr, start, n, other, LENGTH: tl.constexpr, CHECK: tl.constexpr)
 
 @triton.jit
 def load_exposures(ptr, start, n, LENGTH: tl.constexpr, CHECK: tl.constexpr, PIECES: tl.constexpr):
-    """u and u·(j mod SPAN) of keys start … start + LENGTH − 1, zero past the end.
+    """u and u·j of keys start … start + LENGTH − 1, zero past the end; j as :func:`anchor_of` counts it in index order.
 
-    More pieces than one lie side by side as `_exposures_kernel` writes them. With as many numbers as threads each
-    thread fetches one, and not all that its columns need.
+    Pieces, where there are more than one, lie side by side as `_exposures_kernel` writes them. With as many numbers as
+    threads each thread fetches one, and not all that its columns need.
     """
     if PIECES == 1:
         u = load_vector(ptr, start, n, 0.0, LENGTH, CHECK)
-        return u, u * (start % SPAN + tl.arange(0, LENGTH)).to(tl.float32)
+        return u, u * tl.arange(0, LENGTH).to(tl.float32)
     else:  # noqa: RET505
         keys, which = tl.arange(0, LENGTH)[:, None], tl.arange(0, PIECES)[None, :]
         pointers = ptr + tl.cast(start, tl.int64) * PIECES + (keys * PIECES + which)
