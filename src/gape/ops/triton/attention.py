@@ -15,7 +15,7 @@ from torch import Tensor
 
 from gape.ops.inputs import Problem
 from gape.ops.prologue import PIECE, Angles, GateReading
-from gape.ops.triton import attention_bwd, attention_fwd
+from gape.ops.triton import attention_bwd, attention_fwd, custom_ops
 from gape.ops.triton.configs import tiles_for
 from gape.ops.triton.custom_ops import Launch, in_parts, operator, traceable
 from gape.ops.triton.prologue import bounded_launch, bounded_tables, side_by_side
@@ -284,7 +284,8 @@ def _flags(q: Tensor, v: Tensor, layout: Layout, eps: float) -> dict[str, Any]:
 
 
 def _tile(q: Tensor, v: Tensor, kernel: str, layout: Layout, eps: float) -> dict[str, int]:
-    return tiles_for(q, v, kernel, skip=eps > 0, masked=layout.masked)
+    capped = custom_ops.capped(attention_fwd._fwd_kernel)
+    return tiles_for(q, v, kernel, skip=eps > 0, masked=layout.masked, capped=capped)
 
 
 def _pieces(tile: dict[str, int], layout: Layout) -> int:

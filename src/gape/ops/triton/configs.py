@@ -48,17 +48,29 @@ TILES: dict[str, dict[str, Tile]] = {
     "wide, skipping": {"fwd": Tile(64, 64, 4, 2), "bwd_dq": Tile(64, 64, 4, 2), "bwd_dkv": Tile(64, 64, 4, 2)},
 }  # fmt: skip
 
+#: By kind and kernel: instead of tiles that are good only with their cap, where a launch may have none.
+UNCAPPED = {("narrow", "fwd"): Tile(128, 64, 4, 3)}
 
-def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False, masked: bool = False) -> dict[str, int]:
+
+def tiles_for(
+    q: Tensor, v: Tensor, kernel: str, *, skip: bool = False, masked: bool = False, capped: bool = True
+) -> dict[str, int]:
     """Tile sizes and launch options of a kernel; widths are powers of two of at least 16, which matrix units want.
 
-    skip: tiles may be skipped. masked: pairs are looked at one by one in every tile.
+    Args:
+        q, v: heads of queries and values, rows last but one.
+        kernel: its name in TILES.
+        skip: whether tiles may be skipped.
+        masked: whether pairs are looked at one by one in every tile.
+        capped: whether the launch may have a cap of registers.
     """
-    return _tiles(q.size(-1), v.size(-1), q.dtype == torch.float32, kernel, skip, masked)
+    return _tiles(q.size(-1), v.size(-1), q.dtype == torch.float32, kernel, skip, masked, capped)
 
 
 @functools.cache
-def _tiles(width: int, value_width: int, single: bool, kernel: str, skip: bool, masked: bool) -> dict[str, int]:
+def _tiles(
+    width: int, value_width: int, single: bool, kernel: str, skip: bool, masked: bool, capped: bool
+) -> dict[str, int]:
     rests = {"REST_D": rest_of(width), "REST_V": rest_of(value_width)}
     width, value_width = (max(16, power_of_two(x)) for x in (width, value_width))
     kind = width_kind(width, value_width)
@@ -71,6 +83,8 @@ def _tiles(width: int, value_width: int, single: bool, kernel: str, skip: bool, 
     elif kind == "wide" and all(rests.values()):
         kind = "in parts"
     tile = TILES[kind][kernel]
+    if not capped:
+        tile = UNCAPPED.get((kind, kernel), tile)
     cap = {} if tile.registers is None else {"maxnreg": tile.registers}
     sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_D": width, "BLOCK_V": value_width} | rests
     return sizes | {"num_warps": tile.warps, "num_stages": tile.stages} | cap
