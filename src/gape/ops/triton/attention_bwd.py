@@ -74,18 +74,18 @@ def dq_tile(
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr, PIECES: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Add what the tile of keys from `start_n` on gives to dq and dc. CHECK: look at single pairs."""
     offs_n = start_n + tl.arange(0, BLOCK_N)
-    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS, PIECES)
+    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS, COPIES)
     i, i_far = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
     j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
     k, k_rest = load_parts(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, REST_D, CHECK, PARTIAL_D)
     v, v_rest = load_parts(v_ptr, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, REST_V, CHECK, PARTIAL_V)
     s = products(q, q_rest, k, k_rest, REST_D)
     # Behind the product, so that it is not in registers while that runs.
-    u, local = load_exposures(u_ptr, start_n, n_k, BLOCK_N, CHECK, PIECES)
+    u, local = load_exposures(u_ptr, start_n, n_k, BLOCK_N, CHECK, COPIES)
     if HAS_POSITIONS:
         distance = distances(i[:, None], i_far[:, None], j[None, :], j_far[None, :])
         earlier = distance >= 0
@@ -114,7 +114,7 @@ def dq_needed(
     reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr, PIECES: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Of the tiles of keys before tile `near`, add what those give that the forward pass took in."""
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -132,7 +132,7 @@ def dq_needed(
                 dq, dq_rest, dc = dq_tile(
                     False, tile * BLOCK_N, dq, dq_rest, dc, *rows, *keys,
                     True, False, False, False, PARTIAL_D, PARTIAL_V,
-                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
+                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
                 )  # fmt: skip
     return dq, dq_rest, dc
 
@@ -147,7 +147,7 @@ def _bwd_dq_kernel(
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr, PIECES: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """dq (B, Hq, Nq, D) and dc (B, Hq, Nq), contiguous; one program per tile of queries."""
     batch, head, key_head, key_row = owner(n_heads, groups)
@@ -155,7 +155,8 @@ def _bwd_dq_kernel(
     offs_m = start_m + tl.arange(0, BLOCK_M)
     row = (batch * n_heads + head) * n_q
     keys = (
-        k_ptr + batch * k_b + key_head * k_h, v_ptr + batch * v_b + key_head * v_h, u_ptr + key_row * n_k * PIECES,
+        k_ptr + batch * k_b + key_head * k_h, v_ptr + batch * v_b + key_head * v_h,
+        u_ptr + key_row * n_k * (2 if COPIES else 1),
         qp_ptr + batch * qp_b, kp_ptr + batch * kp_b, kd_ptr + batch * n_k, mask_ptr + batch * mask_b + head * mask_h,
         k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, single(scale),
     )  # fmt: skip
@@ -178,20 +179,20 @@ def _bwd_dq_kernel(
         dq, dq_rest, dc = dq_tile(
             True, start_n, dq, dq_rest, dc, *rows, *keys,
             CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
         )  # fmt: skip
     if SKIP:
         dq, dq_rest, dc = dq_needed(
             dq, dq_rest, dc, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row,
             reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
-            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
+            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
         )  # fmt: skip
     else:
         for start_n in range(0, whole, BLOCK_N):
             dq, dq_rest, dc = dq_tile(
                 False, start_n, dq, dq_rest, dc, *rows, *keys,
                 CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
             )  # fmt: skip
     factor = single(content_scale)
     store_parts(dq_ptr + row * d, dq * factor, dq_rest * factor, start_m, n_q, d, BLOCK_M, BLOCK_D, REST_D)
@@ -324,7 +325,7 @@ def _bwd_dkv_kernel(
     )
     u = load_vector(u_ptr + column, start_n, n_k, 0.0, BLOCK_N, True)
     k_doc = document_of(kd_ptr + batch * n_k, offs_n, n_k, -1, HAS_DOCUMENTS)
-    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS, 1)
+    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS, 0)
     j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
     dk, dk_rest = empty_parts(BLOCK_N, BLOCK_D, REST_D)
     dv, dv_rest = empty_parts(BLOCK_N, BLOCK_V, REST_V)

@@ -63,20 +63,20 @@ def fwd_tile(
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr, PIECES: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Take the tile of keys from `start_n` on into the running softmax (top, total, acc, acc_rest).
 
     CHECK: look at single pairs; a tile all of whose pairs are visible needs none. LEVEL: `top` is a level that stays.
     """
     offs_n = start_n + tl.arange(0, BLOCK_N)
-    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS, PIECES)
+    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS, COPIES)
     i, i_far = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
     j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
     k, k_rest = load_parts(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, REST_D, CHECK, PARTIAL_D)
     s = products(q, q_rest, k, k_rest, REST_D) * scale
     # Behind the product, so that it is not in registers while that runs.
-    u, local = load_exposures(u_ptr, start_n, n_k, BLOCK_N, CHECK, PIECES)
+    u, local = load_exposures(u_ptr, start_n, n_k, BLOCK_N, CHECK, COPIES)
     if HAS_POSITIONS:
         distance = distances(i[:, None], i_far[:, None], j[None, :], j_far[None, :])
         earlier = distance >= 0
@@ -196,7 +196,7 @@ def fwd_needed(
     LEVEL: tl.constexpr, top, total, acc, acc_rest, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
     key_row, k_reach_ptr, u_least_ptr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr, PIECES: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Visit the tiles of keys before tile `near` that a query may need, and count them."""
     k_reach_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
@@ -213,7 +213,7 @@ def fwd_needed(
                 top, total, acc, acc_rest = fwd_tile(
                     False, LEVEL, tile * BLOCK_N, top, total, acc, acc_rest, *rows, *keys,
                     True, False, False, False, PARTIAL_D, PARTIAL_V,
-                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
+                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
                 )  # fmt: skip
     return top, total, acc, acc_rest, visited
 
@@ -228,11 +228,11 @@ def _fwd_kernel(
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr, PIECES: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Outputs (B, Hq, Nq, Dv) and base-2 log-sum-exps (B, Hq, Nq), both contiguous; c, documents too.
 
-    u (B, Hk, Nk, PIECES): exposures as :func:`load_exposures` reads them.
+    u: exposures (B, Hk, Nk), with COPIES (B, Hk, Nk, 2) as `_exposures_kernel` writes them.
 
     SKIP reads reach (B, Hq, Nq), k_reach and u_least (B, Hk, tiles), writes low (B, Hq, Nq), visited and earliest
     (B, Hq, tiles).
@@ -243,7 +243,8 @@ def _fwd_kernel(
     offs_m = start_m + tl.arange(0, BLOCK_M)
     row = (batch * n_heads + head) * n_q
     keys = (
-        k_ptr + batch * k_b + key_head * k_h, v_ptr + batch * v_b + key_head * v_h, u_ptr + key_row * n_k * PIECES,
+        k_ptr + batch * k_b + key_head * k_h, v_ptr + batch * v_b + key_head * v_h,
+        u_ptr + key_row * n_k * (2 if COPIES else 1),
         qp_ptr + batch * qp_b, kp_ptr + batch * kp_b, kd_ptr + batch * n_k, mask_ptr + batch * mask_b + head * mask_h,
         k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, single(scale),
     )  # fmt: skip
@@ -262,7 +263,7 @@ def _fwd_kernel(
     for start_n in range(begin, stop, BLOCK_N):
         top, total, acc, acc_rest = fwd_tile(
             True, False, start_n, top, total, acc, acc_rest, *rows, *keys, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS,
-            HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
+            HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
         )  # fmt: skip
     if SKIP:
         reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
@@ -275,7 +276,7 @@ def _fwd_kernel(
         top, total, acc, acc_rest, visited = fwd_needed(
             True, top, total, acc, acc_rest, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
             key_row, k_reach_ptr, u_least_ptr,
-            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
+            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
         )  # fmt: skip
         row_tile = tl.program_id(1) * tl.num_programs(0) + start_m // BLOCK_M
         tl.store(visited_ptr + row_tile, tl.cdiv(stop, BLOCK_N) - near + visited)
@@ -285,18 +286,18 @@ def _fwd_kernel(
             for start_n in tl.range(begin, stop, BLOCK_N, num_stages=1):
                 top, total, acc, acc_rest = fwd_tile(
                     True, False, start_n, top, total, acc, acc_rest, *rows, *keys, True, False, False, False,
-                    PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
+                    PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
                 )  # fmt: skip
             top, total, acc, acc_rest, _ = fwd_needed(
                 False, top, total, acc, acc_rest, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
                 key_row, k_reach_ptr, u_least_ptr,
-                PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
+                PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
             )  # fmt: skip
     elif not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
         for start_n in range(0, whole, BLOCK_N):
             top, total, acc, acc_rest = fwd_tile(
                 False, True, start_n, top, total, acc, acc_rest, *rows, *keys, CAUSAL, False, False, False,
-                PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
+                PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
             )  # fmt: skip
         if too_high(total, acc, q.dtype == tl.float16):
             top, total, acc, acc_rest = empty_softmax(BLOCK_M, BLOCK_V, REST_V)
@@ -304,7 +305,7 @@ def _fwd_kernel(
             for start_n in tl.range(0, stop, BLOCK_N, num_stages=1):
                 top, total, acc, acc_rest = fwd_tile(
                     True, False, start_n, top, total, acc, acc_rest, *rows, *keys, CAUSAL, False, False, False,
-                    PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, PIECES,
+                    PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
                 )  # fmt: skip
     whole_sum = tl.sum(total, 1)
     over = tl.where(whole_sum == 0.0, 1.0, whole_sum)[:, None]

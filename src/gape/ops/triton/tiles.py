@@ -100,11 +100,11 @@ def single(x):
 
 
 @triton.jit
-def anchor_of(ptr, stride, start, HAS_POSITIONS: tl.constexpr, PIECES: tl.constexpr):
-    """What positions of a tile of keys are counted from: its first key's, with exposures in pieces its span's."""
+def anchor_of(ptr, stride, start, HAS_POSITIONS: tl.constexpr, COPIES: tl.constexpr):
+    """What positions of a tile of keys are counted from: its first key's, with COPIES of exposures its span's."""
     if HAS_POSITIONS:
         return tl.load(ptr + start * stride)
-    return start if PIECES == 1 else start // SPAN * SPAN
+    return start if COPIES == 0 else start // SPAN * SPAN
 
 
 @triton.jit
@@ -228,23 +228,22 @@ def load_vector(ptr, start, n, other, LENGTH: tl.constexpr, CHECK: tl.constexpr)
 
 
 @triton.jit
-def load_exposures(ptr, start, n, LENGTH: tl.constexpr, CHECK: tl.constexpr, PIECES: tl.constexpr):
+def load_exposures(ptr, start, n, LENGTH: tl.constexpr, CHECK: tl.constexpr, COPIES: tl.constexpr):
     """u and u·j of keys start … start + LENGTH − 1, zero past the end; j as :func:`anchor_of` counts it in index order.
 
-    Pieces, where there are more than one, lie side by side as `_exposures_kernel` writes them. With as many numbers as
-    threads each thread fetches one, and not all that its columns need.
+    With COPIES they lie side by side as `_exposures_kernel` writes them. Each is fetched so many times, by as many
+    threads as there are: left alone, the compiler lets each thread fetch all that its columns need.
     """
-    if PIECES == 1:
+    if COPIES == 0:
         u = load_vector(ptr, start, n, 0.0, LENGTH, CHECK)
         return u, u * tl.arange(0, LENGTH).to(tl.float32)
     else:  # noqa: RET505
-        keys, which = tl.arange(0, LENGTH)[:, None], tl.arange(0, PIECES)[None, :]
-        pointers = ptr + tl.cast(start, tl.int64) * PIECES + (keys * PIECES + which)
-        pieces = tl.load(pointers, mask=keys < n - start, other=0.0) if CHECK else tl.load(pointers)
-        if PIECES == 4:
-            # Both numbers twice: one of each is taken.
-            pieces, _ = tl.split(tl.trans(tl.reshape(pieces, (LENGTH, 2, 2)), 0, 2, 1))
-        return tl.split(pieces)
+        keys, which = tl.arange(0, LENGTH)[None, :, None], tl.arange(0, 2)[None, None, :]
+        pointers = ptr + tl.cast(start, tl.int64) * 2 + (keys * 2 + which + tl.zeros((COPIES, 1, 1), tl.int32))
+        both = tl.load(pointers, mask=keys < n - start, other=0.0) if CHECK else tl.load(pointers)
+        if COPIES == 2:
+            both, _ = tl.split(tl.trans(both, 1, 2, 0))
+        return tl.split(tl.reshape(both, (LENGTH, 2)))
 
 
 @triton.jit
@@ -459,28 +458,26 @@ def _key_bounds_kernel(
 
 
 @triton.jit
-def _exposures_kernel(u_ptr, pieces_ptr, n, BLOCK: tl.constexpr, PIECES: tl.constexpr):
-    """u (rows, n) → (rows, n, PIECES): u and u·(j mod SPAN), once or twice."""
+def _exposures_kernel(u_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """u (rows, n) → (rows, n, 2): u and u·(j mod SPAN)."""
     start = tl.program_id(0) * BLOCK
     row = tl.program_id(1).to(tl.int64) * n + start
-    keys, which = tl.arange(0, BLOCK)[:, None], tl.arange(0, PIECES)[None, :]
+    keys, which = tl.arange(0, BLOCK)[:, None], tl.arange(0, 2)[None, :]
     u = tl.load(u_ptr + row + keys, mask=keys < n - start, other=0.0)
-    pieces = tl.where(which % 2 == 0, u, u * ((start + keys) % SPAN).to(tl.float32))
-    tl.store(pieces_ptr + row * PIECES + (keys * PIECES + which), pieces, mask=keys < n - start)
+    both = tl.where(which == 0, u, u * ((start + keys) % SPAN).to(tl.float32))
+    tl.store(out_ptr + row * 2 + (keys * 2 + which), both, mask=keys < n - start)
 
 
-def exposures_launch(u: Tensor, pieces: int) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int]]:
+def exposures_launch(u: Tensor) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int]]:
     """Grid, numbers and flags of `_exposures_kernel` for exposures (B, H, N)."""
     grid = (-(-u.size(2) // 512), u.size(0) * u.size(1))
-    return grid, (u.size(2),), {"BLOCK": 512, "PIECES": pieces, "num_warps": 4}
+    return grid, (u.size(2),), {"BLOCK": 512, "num_warps": 4}
 
 
-def in_pieces(u: Tensor, pieces: int) -> Tensor:
-    """Exposures (B, H, N) as :func:`load_exposures` reads them, (B, H, N, pieces)."""
-    if pieces == 1:
-        return u.contiguous()
-    out = torch.empty(*u.shape, pieces, dtype=torch.float32, device=u.device)
-    grid, numbers, flags = exposures_launch(u, pieces)
+def with_places(u: Tensor) -> Tensor:
+    """Exposures (B, H, N) and what they are times local positions, as kernels of queries read them: (B, H, N, 2)."""
+    out = torch.empty(*u.shape, 2, dtype=torch.float32, device=u.device)
+    grid, numbers, flags = exposures_launch(u)
     traceable(_exposures_kernel)[grid](u.contiguous(), out, *numbers, **flags)
     return out
 
