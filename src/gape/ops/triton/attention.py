@@ -219,7 +219,7 @@ def bwd(
         scale * LOG2E, scale, LOG2E,
         **flags, **column_tile, RAGGED=bool(q.size(2) % column_tile["BLOCK_M"]),
         # Elsewhere the compiler lets no product run beside another if there is no loop over heads.
-        ALONE=q.size(1) == k.size(1) and column_tile["num_stages"] == 2 and not layout.masked,
+        ALONE=q.size(1) == k.size(1) and column_tile["num_stages"] == 2 and layout.plain,
     )  # fmt: skip
     return dq, dk, dv, dc, du
 

@@ -54,12 +54,7 @@ class Layout(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether the order is that of the tensors and causality is all there is: where tiles may be skipped."""
-        return self.causal and not self.masked
-
-    @property
-    def masked(self) -> bool:
-        """Whether every tile has pairs that have to be looked at one by one."""
-        return any(x is not None for x in self[:5])
+        return self.causal and all(x is None for x in self[:5])
 
 
 #: Tokens in index order.
