@@ -223,6 +223,16 @@ def load_vector(ptr, start, n, other, LENGTH: tl.constexpr, CHECK: tl.constexpr)
 
 
 @triton.jit
+def at_key(k_ptr, v_ptr, u_ptr, k_n, v_n, count, COPIES: tl.constexpr):
+    """Pointers to keys, values and exposures moved on by `count` keys.
+
+    Loops over whole tiles move them on in every turn: products with strides take 64 bits, and more operations.
+    """
+    count = tl.cast(count, tl.int64)
+    return k_ptr + count * k_n, v_ptr + count * v_n, u_ptr + count * (2 if COPIES else 1)
+
+
+@triton.jit
 def load_exposures(ptr, start, n, LENGTH: tl.constexpr, CHECK: tl.constexpr, COPIES: tl.constexpr):
     """u and u·j of keys start … start + LENGTH − 1, zero past the end; j as :func:`anchor_of` counts it in index order.
 
