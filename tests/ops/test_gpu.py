@@ -165,3 +165,25 @@ def test_tensors_that_reach_beyond_two_to_the_31_elements(impl: str, n_q: int, e
         outs.append([out, *(torch.autograd.grad(out.sum(), leaves) if impl == "triton" else ())])
     for a, b in zip(*outs, strict=True):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "eps"),
+    [
+        (64, torch.bfloat16, 0.0),
+        (80, torch.bfloat16, 0.0),
+        (96, torch.bfloat16, 0.0),
+        (96, torch.float16, 0.0),
+        (96, torch.bfloat16, 1e-6),
+        (128, torch.bfloat16, 0.0),
+    ],
+    ids=str,
+)
+def test_logits_far_above_those_at_the_diagonal(dim: int, dtype: torch.dtype, eps: float) -> None:
+    """The loop that is seldom run: compilers have read wrong rows in it where heads are taken in two parts."""
+    case = on_gpu(random_case(batch=1, heads=2, kv_heads=1, n_q=300, n_k=700, dim=dim, strength=0.1), dtype)
+    case.tensors["k"][:, :, 3] *= 60.0
+    options = case.options | {"impl": "reference"}
+    exact = gape.gated_attention(**{n: x.double() for n, x in case.tensors.items()}, **options)
+    got = gape.gated_attention(**case.tensors, **case.options | {"impl": "triton", "eps": eps})
+    assert distance(got, exact) < 1e-2

@@ -84,14 +84,14 @@ def test_bounds_are_those_of_the_rows_that_attention_reads(n: int, dtype: torch.
     assert torch.equal(got["u_least"], torch.stack([got["exposure"][..., tile].amin(-1) for tile in tiles], -1))
 
 
-@pytest.mark.parametrize(("n", "eps"), [(300, 1e-2), (40, 0.0)])
+@pytest.mark.parametrize(("n", "value_dim", "eps"), [(300, 20, 1e-2), (40, 20, 0.0), (40, 200, 0.0)])
 @torch.no_grad()
-def test_attends_and_skips_as_the_steps_do(n: int, eps: float) -> None:
+def test_attends_and_skips_as_the_steps_do(n: int, value_dim: int, eps: float) -> None:
     scheme = layer("p-rope", 2, 1, gate_floor=[40.0, 90.0])
     scheme.gates.landmark_projection.weight.mul_(0.1)
     scheme.gates.landmark_projection.bias.fill_(-3.0)
     q, k = (x[:1] for x in projected(scheme, n, torch.float16))
-    v = torch.randn(1, 1, n, 20, device=DEVICE).half()
+    v = torch.randn(1, 1, n, value_dim, device=DEVICE).half()
     told = {"context_length": scheme.context_length, "scale": SCALE, "impl": "triton", "eps": eps}
     want = gape.detailed_attention(**by_steps(scheme, q, k), v=v, **told)
     wide = [prologue.spread(x, 32) for x in (q, k)]

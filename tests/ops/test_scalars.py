@@ -23,7 +23,7 @@ FLOATS = ("scale", "content_scale", "log2e", "eps", "rate_unit", "unit", "stretc
 HALVES = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "grad_ptr", "dq_ptr", "dk_ptr", "dv_ptr")
 WHOLE = ("qp_ptr", "kp_ptr", "qd_ptr", "kd_ptr")
 OTHERS = {"mask_ptr": "*i1", "ticket_ptr": "*i32", "earliest_ptr": "*i32", "which_ptr": "*i32"}
-BLOCKS = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_D": 16, "BLOCK_V": 16, "REST_D": 0, "REST_V": 0}
+BLOCKS = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_D": 16, "BLOCK_V": 16, "REST_D": 0, "REST_V": 0, "COPIES": 2}
 FLAGS = ("CAUSAL", "HAS_POSITIONS", "HAS_DOCUMENTS", "HAS_MASK", "PARTIAL_D", "PARTIAL_V", "SKIP", "RAGGED")
 PROLOGUE = {"ROTATED": True, "GATED": True, "LOW": 13, "EDGE": 16, "COLUMNS": 16, "Q_HEADS": 2, "K_HEADS": 2, "T": 16}
 PROLOGUE |= {"PARTS": 1, "HALF": 16, "EVEN": True, "ANCHORS": 2, "LIMIT": 1.0, "BITS": 8, "BOUNDED": True}
@@ -57,6 +57,7 @@ for kernel in (attention_fwd._fwd_kernel, attention_bwd._bwd_dq_kernel, attentio
     compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True, "SKIP": True} | BLOCKS)
 for kernel in (tiles._query_norms_kernel, tiles._key_bounds_kernel):
     compiled(kernel, {"BLOCK": 64} | BLOCKS)
+compiled(tiles._exposures_kernel, {"BLOCK": 64} | BLOCKS)
 compiled(decode._decode_kernel, dict.fromkeys(FLAGS, False) | {"MERGE": True, "PARTS": 16} | BLOCKS)
 compiled(decode._combine_kernel, {"PARTS": 16} | BLOCKS)
 for name in ("_prologue_fwd_kernel", "_prologue_bwd_kernel", "_prologue_bounded_kernel"):

@@ -52,12 +52,18 @@ def test_float32_equals_reference(name: str, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 @pytest.mark.parametrize(
-    ("dim", "value_dim"), [(16, 13), (96, 16), (80, 128), (16, 200)], ids=["narrow", "wide", "mixed", "widest"]
+    ("dim", "value_dim", "documents"),
+    [(16, 13, 1), (96, 16, 1), (80, 128, 1), (96, 96, 1), (16, 200, 1), (64, 64, 2), (128, 96, 2)],
+    ids=["narrow", "wide", "mixed", "in parts", "widest", "narrow, masked", "wide, masked"],
 )
-def test_half_precision_is_as_exact_as_its_content(dim: int, value_dim: int, dtype: torch.dtype) -> None:
+def test_half_precision_is_as_exact_as_its_content(
+    dim: int, value_dim: int, documents: int, dtype: torch.dtype
+) -> None:
     """Every choice of tiles, with lengths that do not fill them."""
     sizes = {"batch": 1, "heads": 2, "kv_heads": 1, "n_q": 70, "n_k": 140, "dim": dim, "value_dim": value_dim}
-    case = random_case(**sizes)
+    which = torch.arange(140)[None] * documents // 150
+    packed = {"q_documents": which[:, 70:], "k_documents": which} if documents > 1 else {}
+    case = random_case(**sizes, **packed)
     exact = run(moved(case, torch.float64, dtype), "reference")
     rounded = moved(case, torch.float32, dtype)
     rounded.tensors |= {n: rounded.tensors[n].to(dtype) for n in "qkv"}

@@ -17,9 +17,20 @@ from gape.ops.inputs import Problem
 from gape.ops.prologue import PIECE, Angles, GateReading
 from gape.ops.triton import attention_bwd, attention_fwd
 from gape.ops.triton.configs import tiles_for
-from gape.ops.triton.custom_ops import Launch, in_parts, operator, traceable
+from gape.ops.triton.custom_ops import Launch, capped, in_parts, operator, traceable
 from gape.ops.triton.prologue import bounded_launch, bounded_tables, side_by_side
-from gape.ops.triton.tiles import CAUSAL, LOG2E, SLACK, Layout, bounds, layout_of, strides_of
+from gape.ops.triton.tiles import (
+    CAUSAL,
+    LOG2E,
+    SLACK,
+    Layout,
+    _exposures_kernel,
+    bounds,
+    exposures_launch,
+    layout_of,
+    strides_of,
+    with_places,
+)
 
 
 def run(problem: Problem, eps: float = 0.0) -> Tensor:
@@ -59,7 +70,7 @@ def _run_fwd(problem: Problem, eps: float) -> tuple[Tensor, Tensor, Tensor, Tens
 def attend_projected(
     q: Tensor, k: Tensor, v: Tensor, angles: Angles | None, reading: GateReading, *, scale: float, eps: float
 ) -> tuple[Tensor, ...]:
-    """Two launches for tokens in index order: :class:`gape.ops.prologue.Projected`, then what :func:`fwd` counts.
+    """A few launches for tokens in index order: :class:`gape.ops.prologue.Projected`, then what :func:`fwd` counts.
 
     Without the operators around them, which take longer than the launches, and so without gradients. Norms are those of
     the rows that attention reads, stretched as in :func:`bounds`.
@@ -78,11 +89,15 @@ def _attend_projected(
     rotated = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
     out = torch.empty(plan.out, dtype=q.dtype, device=q.device)
     room = torch.empty(plan.room, dtype=torch.float32, device=q.device)
-    c, u, reach, k_reach, u_least, lse, low, visited, earliest = (room.as_strided(*part) for part in plan.parts)
+    c, u, reach, k_reach, u_least, places, lse, low, visited, earliest = (room.as_strided(*part) for part in plan.parts)
     if out.numel():
         plan.prologue(q, k, *bounded_tables(q, angles, reading), *rotated, c, u, reach, k_reach, u_least)
+        if plan.exposures is None:
+            places = u
+        else:
+            plan.exposures(u, places)
         plan.attention(
-            *rotated, v, c, u, q, q, q, q, q, out, lse, reach, low, k_reach, u_least, visited,
+            *rotated, v, c, places, q, q, q, q, q, out, lse, reach, low, k_reach, u_least, visited,
             earliest.view(torch.int32),
         )  # fmt: skip
     return out, lse, *rotated, c, u, visited
@@ -92,13 +107,14 @@ class _Plan(NamedTuple):
     """How :func:`attend_projected` runs for tensors alike, as those of all layers of a model are.
 
     Attributes:
-        prologue, attention: the launches.
+        prologue, exposures, attention: the launches; None where attention reads exposures as the prologue writes them.
         out: shape of the output.
         room: float32 numbers that they need beside rows of heads.
         parts: shape, strides and start in it of each tensor.
     """
 
     prologue: Launch
+    exposures: Launch | None
     attention: Launch
     out: torch.Size
     room: int
@@ -123,14 +139,18 @@ def _plan(
     shapes, prologue = bounded_launch(q, k, columns, by_head, content, stretches, tile)
     numbers = [torch.empty(shape, device="meta") for shape in shapes]
     rotated_q, rotated_k = (torch.empty(x.shape, dtype=dtype, device="meta") for x in (q, k))
+    grid, sizes, flags = _fwd_launch(rotated_q, rotated_k, v, CAUSAL, scale, eps)
+    u = numbers[1]
+    exposures = Launch(_exposures_kernel, *exposures_launch(u)) if flags["COPIES"] else None
+    places = u.new_empty(*u.shape, 2 if exposures else 0)
     out, *outs = _blank(q, v, eps)
     parts, room = [], 0
-    for x in (*numbers, *outs):
+    for x in (*numbers, places, *outs):
         parts.append((tuple(x.shape), x.stride(), room))
         # Each begins where loads of 128 bytes may begin.
         room += -(-x.numel() // 32) * 32
-    attention = Launch(attention_fwd._fwd_kernel, *_fwd_launch(rotated_q, rotated_k, v, CAUSAL, scale, eps))
-    return _Plan(prologue, attention, out.shape, room, parts)
+    attention = Launch(attention_fwd._fwd_kernel, grid, sizes, flags)
+    return _Plan(prologue, exposures, attention, out.shape, room, parts)
 
 
 def _whole_pieces(x: Tensor) -> Tensor:
@@ -158,10 +178,10 @@ def fwd(
         layout = Layout(q_positions, k_positions, q_documents, k_documents, mask, causal)
         reach, k_reach, u_least = bounds(q, k, v, u, scale) if eps else (c, c, c)
         grid, numbers, flags = _fwd_launch(q, k, v, layout, scale, eps)
+        tensors = _tensors(q, k, v, c, with_places(u) if flags["COPIES"] else u, layout)
         traceable(attention_fwd._fwd_kernel)[grid](
-            *_tensors(q, k, v, c, u, layout), out, lse, reach, low, k_reach, u_least, visited, earliest, *numbers,
-            **flags,
-        )  # fmt: skip
+            *tensors, out, lse, reach, low, k_reach, u_least, visited, earliest, *numbers, **flags
+        )
     return outs
 
 
@@ -178,7 +198,7 @@ def bwd(
     dq, dk, dv, dc, du = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, c, u))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), dc.zero_(), du.zero_()
-    tile, column_tile = (tiles_for(q, v, kernel, skip=eps > 0) for kernel in ("bwd_dq", "bwd_dkv"))
+    tile, column_tile = (_tile(q, v, kernel, eps) for kernel in ("bwd_dq", "bwd_dkv"))
     reach, k_reach, u_least = bounds(q, k, v, u, scale) if eps else (c, c, c)
     tensors, strides, sizes = _tensors(q, k, v, c, u, layout), _strides(q, k, v, layout), _sizes(q, k, v)
     flags, skipping = _flags(q, v, layout, eps), (reach, low, earliest, k_reach, u_least)
@@ -188,13 +208,18 @@ def bwd(
         BLOCK=64, BLOCK_D=tile["BLOCK_V"], BLOCK_M=column_tile["BLOCK_M"],
     )  # fmt: skip
     rows = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
+    copies = _copies(tile, layout)
     traceable(attention_bwd._bwd_dq_kernel)[rows](
-        *tensors, grad, numbers, dq, dc, *skipping, *strides, q.size(1), *sizes, scale * LOG2E, scale, **flags, **tile
-    )
+        *tensors[:4], with_places(u) if copies else tensors[4], *tensors[5:], grad, numbers, dq, dc, *skipping,
+        *strides, q.size(1), *sizes, scale * LOG2E, scale, **flags, **tile, COPIES=copies,
+    )  # fmt: skip
     columns = (-(-k.size(2) // column_tile["BLOCK_N"]), k.size(0) * k.size(1))
     traceable(attention_bwd._bwd_dkv_kernel)[columns](
-        *tensors, grad, numbers, dk, dv, du, *skipping, *strides, k.size(1), *sizes, scale * LOG2E, scale, LOG2E,
+        *tensors, grad, numbers, dk, dv, du, *skipping, *strides, q.size(1), k.size(1), *sizes[1:],
+        scale * LOG2E, scale, LOG2E,
         **flags, **column_tile, RAGGED=bool(q.size(2) % column_tile["BLOCK_M"]),
+        # Elsewhere the compiler lets no product run beside another if there is no loop over heads.
+        ALONE=q.size(1) == k.size(1) and column_tile["num_stages"] == 2 and layout.plain,
     )  # fmt: skip
     return dq, dk, dv, dc, du
 
@@ -254,7 +279,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
 
 
 def _flags(q: Tensor, v: Tensor, layout: Layout, eps: float) -> dict[str, Any]:
-    tile = tiles_for(q, v, "fwd", skip=eps > 0)
+    tile = _tile(q, v, "fwd", eps)
     partial = {
         "PARTIAL_D": not tile["REST_D"] and q.size(3) != tile["BLOCK_D"],
         "PARTIAL_V": not tile["REST_V"] and v.size(3) != tile["BLOCK_V"],
@@ -262,11 +287,21 @@ def _flags(q: Tensor, v: Tensor, layout: Layout, eps: float) -> dict[str, Any]:
     return layout.flags | partial | {"SKIP": eps > 0}
 
 
+def _tile(q: Tensor, v: Tensor, kernel: str, eps: float) -> dict[str, int]:
+    return tiles_for(q, v, kernel, skip=eps > 0, capped=capped(attention_fwd._fwd_kernel))
+
+
+def _copies(tile: dict[str, int], layout: Layout) -> int:
+    """How often kernels of queries fetch a key's two numbers, so that a thread fetches one; 0 if they read u alone."""
+    copies = max(1, tile["num_warps"] * 32 // (tile["BLOCK_N"] * 2))
+    return copies if copies <= 2 and layout.q_positions is None else 0
+
+
 def _fwd_launch(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, eps: float
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, numbers and flags of the forward kernel."""
-    tile = tiles_for(q, v, "fwd", skip=eps > 0)
+    tile = _tile(q, v, "fwd", eps)
     grid = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
     numbers = (*_strides(q, k, v, layout), q.size(1), *_sizes(q, k, v), scale * LOG2E, eps)
-    return grid, numbers, _flags(q, v, layout, eps) | tile
+    return grid, numbers, _flags(q, v, layout, eps) | tile | {"COPIES": _copies(tile, layout)}

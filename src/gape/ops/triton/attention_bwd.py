@@ -18,10 +18,12 @@ from gape.ops.triton.tiles import (
     GROUP,
     add_weighted,
     anchor_of,
+    at_key,
     distances,
     document_of,
     empty_parts,
     in_eights,
+    load_exposures,
     load_numbers,
     load_parts,
     load_rows,
@@ -67,31 +69,34 @@ def _bwd_rows_kernel(
 @triton.jit
 def dq_tile(
     CHECK: tl.constexpr, start_n, dq, dq_rest, dc,
-    q, q_rest, grad, grad_rest, c, lse, delta, i_first, q_doc, offs_m,
-    k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
+    k_at, v_at, u_at, q, q_rest, grad, grad_rest, c, lse, delta, i_first, q_doc, offs_m,
+    qp_ptr, kp_ptr, kd_ptr, mask_ptr,
     k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Add what the tile of keys from `start_n` on gives to dq and dc. CHECK: look at single pairs."""
+    """Add what the tile of keys from `start_n` on gives to dq and dc.
+
+    CHECK: look at single pairs. k_at, v_at, u_at: where its keys, values and exposures lie.
+    """
     offs_n = start_n + tl.arange(0, BLOCK_N)
-    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
+    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS, COPIES)
     i, i_far = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
     j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
-    k, k_rest = load_parts(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, REST_D, CHECK, PARTIAL_D)
-    v, v_rest = load_parts(v_ptr, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, REST_V, CHECK, PARTIAL_V)
+    k, k_rest = load_parts(k_at, 0, k_n, k_d, n_k - start_n, d, BLOCK_N, BLOCK_D, REST_D, CHECK, PARTIAL_D)
+    v, v_rest = load_parts(v_at, 0, v_n, v_d, n_k - start_n, d_v, BLOCK_N, BLOCK_V, REST_V, CHECK, PARTIAL_V)
     s = products(q, q_rest, k, k_rest, REST_D)
     # Behind the product, so that it is not in registers while that runs.
-    u = load_vector(u_ptr, start_n, n_k, 0.0, BLOCK_N, CHECK)
+    u, local = load_exposures(u_at, 0, n_k - start_n, BLOCK_N, CHECK, COPIES)
     if HAS_POSITIONS:
         distance = distances(i[:, None], i_far[:, None], j[None, :], j_far[None, :])
         earlier = distance >= 0
         lost = -(u[None, :] * distance)
     else:
-        earlier = j[None, :] <= i[:, None]
-        lost = (u * j)[None, :] - i[:, None] * u[None, :]
+        earlier = tl.arange(0, BLOCK_N)[None, :] <= (offs_m + (i_first - start_n))[:, None]
+        lost = local[None, :] - i[:, None] * u[None, :]
     s = s * scale + (c[:, None] * lost - lse[:, None])
     if CHECK:
         k_doc = document_of(kd_ptr, offs_n, n_k, -1, HAS_DOCUMENTS)
@@ -109,13 +114,16 @@ def dq_tile(
 
 @triton.jit
 def dq_needed(
-    dq, dq_rest, dc, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row,
+    dq, dq_rest, dc, home, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row,
     reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Of the tiles of keys before tile `near`, add what those give that the forward pass took in."""
+    """Of the tiles of keys before tile `near`, add what those give that the forward pass took in.
+
+    home: where key 0 lies, and strides, as :func:`at_key` takes them.
+    """
     offs_m = start_m + tl.arange(0, BLOCK_M)
     k_reach_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
     u_least_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
@@ -127,11 +135,14 @@ def dq_needed(
         keep = needed_by_rows(base, first, offs_m, reach, c, low, k_reach_ptr, u_least_ptr, BLOCK_N)
         while keep != 0:
             begin, end, keep = run_of(keep)
+            k_at, v_at, u_at = at_key(*home, (base + begin) * BLOCK_N, COPIES)
             for tile in range(base + begin, base + end):
                 dq, dq_rest, dc = dq_tile(
-                    False, tile * BLOCK_N, dq, dq_rest, dc, *rows, *keys,
-                    True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                    False, tile * BLOCK_N, dq, dq_rest, dc, k_at, v_at, u_at, *rows, *keys,
+                    True, False, False, False, PARTIAL_D, PARTIAL_V,
+                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
                 )  # fmt: skip
+                k_at, v_at, u_at = at_key(k_at, v_at, u_at, home[3], home[4], BLOCK_N, COPIES)
     return dq, dq_rest, dc
 
 
@@ -145,15 +156,18 @@ def _bwd_dq_kernel(
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """dq (B, Hq, Nq, D) and dc (B, Hq, Nq), contiguous; one program per tile of queries."""
     batch, head, key_head, key_row = owner(n_heads, groups)
     start_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     row = (batch * n_heads + head) * n_q
+    home = (
+        k_ptr + batch * k_b + key_head * k_h, v_ptr + batch * v_b + key_head * v_h,
+        u_ptr + key_row * n_k * (2 if COPIES else 1), k_n, v_n,
+    )  # fmt: skip
     keys = (
-        k_ptr + batch * k_b + key_head * k_h, v_ptr + batch * v_b + key_head * v_h, u_ptr + key_row * n_k,
         qp_ptr + batch * qp_b, kp_ptr + batch * kp_b, kd_ptr + batch * n_k, mask_ptr + batch * mask_b + head * mask_h,
         k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, single(scale),
     )  # fmt: skip
@@ -174,23 +188,25 @@ def _bwd_dq_kernel(
     near = nearest(first + start_m, BLOCK_N)
     for start_n in range(near * BLOCK_N if SKIP else whole, stop, BLOCK_N):
         dq, dq_rest, dc = dq_tile(
-            True, start_n, dq, dq_rest, dc, *rows, *keys,
+            True, start_n, dq, dq_rest, dc, *at_key(*home, start_n, COPIES), *rows, *keys,
             CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
         )  # fmt: skip
     if SKIP:
         dq, dq_rest, dc = dq_needed(
-            dq, dq_rest, dc, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row,
+            dq, dq_rest, dc, home, rows, keys, c, first, near, start_m, n_q, n_k, row, key_row,
             reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
-            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
         )  # fmt: skip
     else:
+        k_at, v_at, u_at = at_key(*home, 0, COPIES)
         for start_n in range(0, whole, BLOCK_N):
             dq, dq_rest, dc = dq_tile(
-                False, start_n, dq, dq_rest, dc, *rows, *keys,
+                False, start_n, dq, dq_rest, dc, k_at, v_at, u_at, *rows, *keys,
                 CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
             )  # fmt: skip
+            k_at, v_at, u_at = at_key(k_at, v_at, u_at, k_n, v_n, BLOCK_N, COPIES)
     factor = single(content_scale)
     store_parts(dq_ptr + row * d, dq * factor, dq_rest * factor, start_m, n_q, d, BLOCK_M, BLOCK_D, REST_D)
     tl.store(dc_ptr + row + offs_m, tl.sum(dc, 1), mask=offs_m < n_q)
@@ -198,9 +214,8 @@ def _bwd_dq_kernel(
 
 @triton.jit
 def dkv_tile(
-    CHECK: tl.constexpr, start_m, dk, dk_rest, dv, dv_rest, du,
-    k, k_rest, v, v_rest, u, j, j_far, anchor, i_first, k_doc, offs_n,
-    q_ptr, grad_ptr, numbers_ptr, qp_ptr, qd_ptr, mask_ptr,
+    CHECK: tl.constexpr, start_m, dk, dk_rest, dv, dv_rest, du, q_at, grad_at, numbers_at,
+    k, k_rest, v, v_rest, u, j, j_far, anchor, i_first, k_doc, offs_n, qp_ptr, qd_ptr, mask_ptr,
     q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
     RAGGED: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr,
     HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
@@ -209,16 +224,16 @@ def dkv_tile(
 ):  # fmt: skip
     """Add what the tile of queries from `start_m` on gives to dk, dv and du.
 
-    CHECK: look at single pairs. Pairs lie (key, query), so that sums run along a row. Queries past the end have nothing
-    but zeros, and give nothing. Both products that weights and their gradients are made of come first: in between fewer
-    numbers are held than a thread has registers.
+    CHECK: look at single pairs. q_at, grad_at, numbers_at: where its rows lie. Pairs lie (key, query), so that sums run
+    along a row. Queries past the end have nothing but zeros, and give nothing. Both products that weights and their
+    gradients are made of come first: in between fewer numbers are held than a thread has registers.
     """
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    q, q_rest = load_parts(q_ptr, start_m, q_n, q_d, n_q, d, BLOCK_M, BLOCK_D, REST_D, RAGGED, PARTIAL_D)
-    grad, grad_rest = load_parts(grad_ptr, start_m, d_v, 1, n_q, d_v, BLOCK_M, BLOCK_V, REST_V, RAGGED, PARTIAL_V)
+    q, q_rest = load_parts(q_at, 0, q_n, q_d, n_q - start_m, d, BLOCK_M, BLOCK_D, REST_D, RAGGED, PARTIAL_D)
+    grad, grad_rest = load_parts(grad_at, 0, d_v, 1, n_q - start_m, d_v, BLOCK_M, BLOCK_V, REST_V, RAGGED, PARTIAL_V)
     s = products(k, k_rest, q, q_rest, REST_D)
     dp = products(v, v_rest, grad, grad_rest, REST_V)
-    c, local, lse, delta = load_numbers(numbers_ptr, start_m, n_q, BLOCK_M, RAGGED)
+    c, local, lse, delta = load_numbers(numbers_at, 0, n_q - start_m, BLOCK_M, RAGGED)
     if HAS_POSITIONS:
         i, i_far = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, 0, HAS_POSITIONS)
         distance = distances(i[None, :], i_far[None, :], j[:, None], j_far[:, None])
@@ -247,21 +262,32 @@ def dkv_tile(
 
 
 @triton.jit
+def at_query(q_ptr, grad_ptr, numbers_ptr, q_n, d_v, count):
+    """Pointers to queries, gradients and numbers of queries moved on by `count` queries: as :func:`at_key`."""
+    count = tl.cast(count, tl.int64)
+    return q_ptr + count * q_n, grad_ptr + count * d_v, numbers_ptr + count * 4
+
+
+@triton.jit
 def dkv_of_head(
-    dk, dk_rest, dv, dv_rest, du, rest, begin, whole, first, start_n, n_q, row,
+    dk, dk_rest, dv, dv_rest, du, home, rest, begin, whole, first, start_n, n_q, row,
     reach_ptr, c_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
     SKIP: tl.constexpr, RAGGED: tl.constexpr, CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     REST_D: tl.constexpr, REST_V: tl.constexpr,
 ):  # fmt: skip
-    """Add what the queries of one head from `begin` on give; those further off SKIP asks whether they took part."""
+    """Add what the queries of one head from `begin` on give; those further off SKIP asks whether they took part.
+
+    home: where query 0 lies, and strides, as :func:`at_query` takes them.
+    """
     # The tiles of queries of which `nearest` says that they come to these keys by judging them.
     judged = tile_from(start_n + 2 * BLOCK_N - 1, first, n_q, BLOCK_M)
     for start_m in range(begin, judged if SKIP else whole, BLOCK_M):
         dk, dk_rest, dv, dv_rest, du = dkv_tile(
-            True, start_m, dk, dk_rest, dv, dv_rest, du, *rest, RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK,
-            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+            True, start_m, dk, dk_rest, dv, dv_rest, du, *at_query(*home, start_m), *rest,
+            RAGGED, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
         )  # fmt: skip
     if SKIP:
         tile = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
@@ -274,17 +300,23 @@ def dkv_of_head(
             )  # fmt: skip
             while keep != 0:
                 block, end, keep = run_of(keep)
+                q_at, grad_at, numbers_at = at_query(*home, start + block * BLOCK_M)
                 for start_m in range(start + block * BLOCK_M, start + end * BLOCK_M, BLOCK_M):
                     dk, dk_rest, dv, dv_rest, du = dkv_tile(
-                        False, start_m, dk, dk_rest, dv, dv_rest, du, *rest, RAGGED, CAUSAL, False, False, False,
-                        PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                        False, start_m, dk, dk_rest, dv, dv_rest, du, q_at, grad_at, numbers_at, *rest,
+                        RAGGED, CAUSAL, False, False, False, PARTIAL_D, PARTIAL_V,
+                        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
                     )  # fmt: skip
+                    q_at, grad_at, numbers_at = at_query(q_at, grad_at, numbers_at, home[3], home[4], BLOCK_M)
     elif not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
+        q_at, grad_at, numbers_at = at_query(*home, whole)
         for start_m in range(whole, n_q, BLOCK_M):
             dk, dk_rest, dv, dv_rest, du = dkv_tile(
-                False, start_m, dk, dk_rest, dv, dv_rest, du, *rest, RAGGED, CAUSAL, False, False, False,
-                PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                False, start_m, dk, dk_rest, dv, dv_rest, du, q_at, grad_at, numbers_at, *rest,
+                RAGGED, CAUSAL, False, False, False, PARTIAL_D, PARTIAL_V,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
             )  # fmt: skip
+            q_at, grad_at, numbers_at = at_query(q_at, grad_at, numbers_at, home[3], home[4], BLOCK_M)
     return dk, dk_rest, dv, dv_rest, du
 
 
@@ -294,19 +326,20 @@ def _bwd_dkv_kernel(
     grad_ptr, numbers_ptr, dk_ptr, dv_ptr, du_ptr, reach_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
     qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
-    n_kv_heads, groups, n_q, n_k, d, d_v, scale, content_scale, log2e,
+    n_heads, n_kv_heads, n_q, n_k, d, d_v, scale, content_scale, log2e,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
-    RAGGED: tl.constexpr,
+    RAGGED: tl.constexpr, ALONE: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     REST_D: tl.constexpr, REST_V: tl.constexpr,
 ):  # fmt: skip
     """dk (B, Hk, Nk, D), dv (B, Hk, Nk, Dv), du (B, Hk, Nk), contiguous; one program per tile of keys.
 
-    The program goes through all query heads that share the key head, so their sum needs no atomics. RAGGED: the
-    queries do not fill their last tile.
+    The program goes through all query heads that share the key head, so their sum needs no atomics. ALONE: there is
+    only one, and no loop over them. RAGGED: the queries do not fill their last tile.
     """
     batch, key_head, _, key_row = owner(n_kv_heads, 1)
+    groups = 1 if ALONE else n_heads // n_kv_heads
     start_n = tl.program_id(0) * BLOCK_N
     offs_n = start_n + tl.arange(0, BLOCK_N)
     column = key_row * n_k
@@ -321,7 +354,7 @@ def _bwd_dkv_kernel(
     )
     u = load_vector(u_ptr + column, start_n, n_k, 0.0, BLOCK_N, True)
     k_doc = document_of(kd_ptr + batch * n_k, offs_n, n_k, -1, HAS_DOCUMENTS)
-    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
+    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS, 0)
     j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
     dk, dk_rest = empty_parts(BLOCK_N, BLOCK_D, REST_D)
     dv, dv_rest = empty_parts(BLOCK_N, BLOCK_V, REST_V)
@@ -331,15 +364,15 @@ def _bwd_dkv_kernel(
     )
     for member in range(0, groups):
         head = key_head * groups + member
-        row = (batch * n_kv_heads * groups + head) * n_q
+        row = (batch * n_heads + head) * n_q
+        home = (q_ptr + batch * q_b + head * q_h, grad_ptr + row * d_v, numbers_ptr + row * 4, q_n, d_v)
         rest = (
             k, k_rest, v, v_rest, u, j, j_far, anchor, first, k_doc, offs_n,
-            q_ptr + batch * q_b + head * q_h, grad_ptr + row * d_v, numbers_ptr + row * 4,
             qp_ptr, qd_ptr, mask_ptr + batch * mask_b + head * mask_h,
             q_n, q_d, qp_n, mask_m, mask_n, n_q, n_k, d, d_v, single(scale),
         )  # fmt: skip
         dk, dk_rest, dv, dv_rest, du = dkv_of_head(
-            dk, dk_rest, dv, dv_rest, du, rest, begin, whole, first, start_n, n_q, row,
+            dk, dk_rest, dv, dv_rest, du, home, rest, begin, whole, first, start_n, n_q, row,
             reach_ptr, c_ptr, low_ptr, earliest_ptr, k_reach_ptr, u_least_ptr, SKIP, RAGGED, CAUSAL, HAS_POSITIONS,
             HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
         )  # fmt: skip

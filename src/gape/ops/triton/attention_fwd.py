@@ -18,10 +18,12 @@ from gape.ops.triton.tiles import (
     GROUP,
     add_weighted,
     anchor_of,
+    at_key,
     distances,
     document_of,
     empty_parts,
     in_eights,
+    load_exposures,
     load_parts,
     load_vector,
     local_positions,
@@ -57,36 +59,37 @@ ASIDE = tl.constexpr(2.0**-10)
 @triton.jit
 def fwd_tile(
     CHECK: tl.constexpr, LEVEL: tl.constexpr, start_n, top, total, acc, acc_rest,
-    q, q_rest, c, i_first, q_doc, offs_m, k_ptr, v_ptr, u_ptr, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
+    k_at, v_at, u_at, q, q_rest, c, i_first, q_doc, offs_m, qp_ptr, kp_ptr, kd_ptr, mask_ptr,
     k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, scale,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
     """Take the tile of keys from `start_n` on into the running softmax (top, total, acc, acc_rest).
 
+    k_at, v_at, u_at: where its keys, values and exposures lie.
     CHECK: look at single pairs; a tile all of whose pairs are visible needs none. LEVEL: `top` is a level that stays.
     """
     offs_n = start_n + tl.arange(0, BLOCK_N)
-    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS)
+    anchor = anchor_of(kp_ptr, kp_n, start_n, HAS_POSITIONS, COPIES)
     i, i_far = local_positions(qp_ptr, qp_n, offs_m, n_q, anchor, i_first, HAS_POSITIONS)
     j, j_far = local_positions(kp_ptr, kp_n, offs_n, n_k, anchor, 0, HAS_POSITIONS)
-    k, k_rest = load_parts(k_ptr, start_n, k_n, k_d, n_k, d, BLOCK_N, BLOCK_D, REST_D, CHECK, PARTIAL_D)
+    k, k_rest = load_parts(k_at, 0, k_n, k_d, n_k - start_n, d, BLOCK_N, BLOCK_D, REST_D, CHECK, PARTIAL_D)
     s = products(q, q_rest, k, k_rest, REST_D) * scale
     # Behind the product, so that it is not in registers while that runs.
-    u = load_vector(u_ptr, start_n, n_k, 0.0, BLOCK_N, CHECK)
+    u, local = load_exposures(u_at, 0, n_k - start_n, BLOCK_N, CHECK, COPIES)
     if HAS_POSITIONS:
         distance = distances(i[:, None], i_far[:, None], j[None, :], j_far[None, :])
         earlier = distance >= 0
         s -= c[:, None] * (u[None, :] * distance)
     elif not LEVEL:
-        earlier = j[None, :] <= i[:, None]
+        earlier = tl.arange(0, BLOCK_N)[None, :] <= (offs_m + (i_first - start_n))[:, None]
         # Positions of keys are small here, so nothing large is added before the rest is taken away.
-        s += c[:, None] * (u * j)[None, :] - (c * i)[:, None] * u[None, :]
+        s += c[:, None] * local[None, :] - (c * i)[:, None] * u[None, :]
     if LEVEL:
         # In this order each operation is a product with a sum.
-        p = tl.exp2(s + (c[:, None] * (u * j)[None, :] - ((c * i)[:, None] * u[None, :] + top[:, None])))
+        p = tl.exp2(s + (c[:, None] * local[None, :] - ((c * i)[:, None] * u[None, :] + top[:, None])))
     else:
         if CHECK:
             k_doc = document_of(kd_ptr, offs_n, n_k, -1, HAS_DOCUMENTS)
@@ -102,7 +105,7 @@ def fwd_tile(
         fade = tl.exp2(top - level)[:, None]
         top, total, acc, acc_rest = higher, total * fade, acc * fade, acc_rest * fade
     total += in_eights(p, BLOCK_M, BLOCK_N)
-    v, v_rest = load_parts(v_ptr, start_n, v_n, v_d, n_k, d_v, BLOCK_N, BLOCK_V, REST_V, CHECK, PARTIAL_V)
+    v, v_rest = load_parts(v_at, 0, v_n, v_d, n_k - start_n, d_v, BLOCK_N, BLOCK_V, REST_V, CHECK, PARTIAL_V)
     acc, acc_rest = add_weighted(p.to(v.dtype), v, v_rest, acc, acc_rest, REST_V)
     return top, total, acc, acc_rest
 
@@ -192,12 +195,15 @@ def spare(
 
 @triton.jit
 def fwd_needed(
-    LEVEL: tl.constexpr, top, total, acc, acc_rest, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
+    LEVEL: tl.constexpr, top, total, acc, acc_rest, home, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
     key_row, k_reach_ptr, u_least_ptr, PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Visit the tiles of keys before tile `near` that a query may need, and count them."""
+    """Visit the tiles of keys before tile `near` that a query may need, and count them.
+
+    home: where key 0 lies, and strides, as :func:`at_key` takes them.
+    """
     k_reach_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
     u_least_ptr += key_row * tl.cdiv(n_k, BLOCK_N)
     visited = 0
@@ -207,12 +213,15 @@ def fwd_needed(
         while keep != 0:
             begin, end, keep = run_of(keep)
             visited += end - begin
+            k_at, v_at, u_at = at_key(*home, (base + begin) * BLOCK_N, COPIES)
             # No question inside the loop: it can be pipelined.
             for tile in range(base + begin, base + end):
                 top, total, acc, acc_rest = fwd_tile(
-                    False, LEVEL, tile * BLOCK_N, top, total, acc, acc_rest, *rows, *keys,
-                    True, False, False, False, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                    False, LEVEL, tile * BLOCK_N, top, total, acc, acc_rest, k_at, v_at, u_at, *rows, *keys,
+                    True, False, False, False, PARTIAL_D, PARTIAL_V,
+                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
                 )  # fmt: skip
+                k_at, v_at, u_at = at_key(k_at, v_at, u_at, home[3], home[4], BLOCK_N, COPIES)
     return top, total, acc, acc_rest, visited
 
 
@@ -226,9 +235,11 @@ def _fwd_kernel(
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Outputs (B, Hq, Nq, Dv) and base-2 log-sum-exps (B, Hq, Nq), both contiguous; c, u, documents too.
+    """Outputs (B, Hq, Nq, Dv) and base-2 log-sum-exps (B, Hq, Nq), both contiguous; c, documents too.
+
+    u: exposures (B, Hk, Nk), with COPIES (B, Hk, Nk, 2) as `_exposures_kernel` writes them.
 
     SKIP reads reach (B, Hq, Nq), k_reach and u_least (B, Hk, tiles), writes low (B, Hq, Nq), visited and earliest
     (B, Hq, tiles).
@@ -238,8 +249,11 @@ def _fwd_kernel(
     start_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     row = (batch * n_heads + head) * n_q
+    home = (
+        k_ptr + batch * k_b + key_head * k_h, v_ptr + batch * v_b + key_head * v_h,
+        u_ptr + key_row * n_k * (2 if COPIES else 1), k_n, v_n,
+    )  # fmt: skip
     keys = (
-        k_ptr + batch * k_b + key_head * k_h, v_ptr + batch * v_b + key_head * v_h, u_ptr + key_row * n_k,
         qp_ptr + batch * qp_b, kp_ptr + batch * kp_b, kd_ptr + batch * n_k, mask_ptr + batch * mask_b + head * mask_h,
         k_n, k_d, v_n, v_d, qp_n, kp_n, mask_m, mask_n, n_q, n_k, d, d_v, single(scale),
     )  # fmt: skip
@@ -257,8 +271,9 @@ def _fwd_kernel(
     begin = near * BLOCK_N if SKIP else whole
     for start_n in range(begin, stop, BLOCK_N):
         top, total, acc, acc_rest = fwd_tile(
-            True, False, start_n, top, total, acc, acc_rest, *rows, *keys, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS,
-            HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+            True, False, start_n, top, total, acc, acc_rest, *at_key(*home, start_n, COPIES),
+            *rows, *keys, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
         )  # fmt: skip
     if SKIP:
         reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
@@ -269,9 +284,9 @@ def _fwd_kernel(
         )  # fmt: skip
         tl.store(low_ptr + row + offs_m, low, mask=offs_m < n_q)
         top, total, acc, acc_rest, visited = fwd_needed(
-            True, top, total, acc, acc_rest, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
+            True, top, total, acc, acc_rest, home, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
             key_row, k_reach_ptr, u_least_ptr,
-            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+            PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
         )  # fmt: skip
         row_tile = tl.program_id(1) * tl.num_programs(0) + start_m // BLOCK_M
         tl.store(visited_ptr + row_tile, tl.cdiv(stop, BLOCK_N) - near + visited)
@@ -280,27 +295,32 @@ def _fwd_kernel(
             top, total, acc, acc_rest = empty_softmax(BLOCK_M, BLOCK_V, REST_V)
             for start_n in tl.range(begin, stop, BLOCK_N, num_stages=1):
                 top, total, acc, acc_rest = fwd_tile(
-                    True, False, start_n, top, total, acc, acc_rest, *rows, *keys, True, False, False, False,
-                    PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                    True, False, start_n, top, total, acc, acc_rest, *at_key(*home, start_n, COPIES),
+                    *rows, *keys, True, False, False, False,
+                    PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
                 )  # fmt: skip
             top, total, acc, acc_rest, _ = fwd_needed(
-                False, top, total, acc, acc_rest, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
+                False, top, total, acc, acc_rest, home, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
                 key_row, k_reach_ptr, u_least_ptr,
-                PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
             )  # fmt: skip
     elif not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
+        k_at, v_at, u_at = at_key(*home, 0, COPIES)
         for start_n in range(0, whole, BLOCK_N):
             top, total, acc, acc_rest = fwd_tile(
-                False, True, start_n, top, total, acc, acc_rest, *rows, *keys, CAUSAL, False, False, False,
-                PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                False, True, start_n, top, total, acc, acc_rest, k_at, v_at, u_at, *rows, *keys,
+                CAUSAL, False, False, False, PARTIAL_D, PARTIAL_V,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
             )  # fmt: skip
+            k_at, v_at, u_at = at_key(k_at, v_at, u_at, k_n, v_n, BLOCK_N, COPIES)
         if too_high(total, acc, q.dtype == tl.float16):
             top, total, acc, acc_rest = empty_softmax(BLOCK_M, BLOCK_V, REST_V)
             # Seldom, so it is not pipelined: that would take memory from the others.
             for start_n in tl.range(0, stop, BLOCK_N, num_stages=1):
                 top, total, acc, acc_rest = fwd_tile(
-                    True, False, start_n, top, total, acc, acc_rest, *rows, *keys, CAUSAL, False, False, False,
-                    PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
+                    True, False, start_n, top, total, acc, acc_rest, *at_key(*home, start_n, COPIES),
+                    *rows, *keys, CAUSAL, False, False, False,
+                    PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
                 )  # fmt: skip
     whole_sum = tl.sum(total, 1)
     over = tl.where(whole_sum == 0.0, 1.0, whole_sum)[:, None]

@@ -27,14 +27,18 @@ class Tile(NamedTuple):
     registers: int | None = None
 
 
-#: By kernel: half precision with heads of up to 64, up to 128, and wider. Small ones are for float32. Where tiles are
-#: skipped all kernels judge the same tiles, so theirs are equal.
-#: 168 registers leave room for three programs of 128 threads on a multiprocessor: one computes while another judges.
-#: The loop over a run of tiles still has all it needs in registers, and what is put aside is read back around it. In
-#: heads of more than 64 that loop itself would read numbers back for every tile, and shared memory has room for two.
+#: By kernel: half precision with heads of up to 64, of 80 or 96, up to 128, and wider. Small ones are for float32.
+#: Where tiles are skipped all kernels judge the same tiles, so theirs are equal.
+#: 168 registers leave room for three programs of 128 threads on a multiprocessor: one multiplies while others weigh or
+#: judge. The loop over a run of tiles still has all it needs in registers, and what is put aside is read back around
+#: it. In heads of more than 64 that loop itself would read numbers back for every tile, and shared memory has room for
+#: two.
 TILES: dict[str, dict[str, Tile]] = {
-    "narrow": {"fwd": Tile(128, 64, 4, 3), "bwd_dq": Tile(64, 64, 4, 2), "bwd_dkv": Tile(64, 64, 4, 2)},
-    "wide": {"fwd": Tile(128, 128, 8, 2), "bwd_dq": Tile(128, 64, 8, 2), "bwd_dkv": Tile(64, 128, 8, 2)},
+    "narrow": {
+        "fwd": Tile(64, 64, 4, 3, registers=168), "bwd_dq": Tile(64, 64, 4, 3), "bwd_dkv": Tile(64, 64, 4, 2),
+    },
+    "in parts": {"fwd": Tile(128, 64, 8, 3), "bwd_dq": Tile(64, 64, 4, 3), "bwd_dkv": Tile(64, 64, 4, 2)},
+    "wide": {"fwd": Tile(128, 64, 8, 3), "bwd_dq": Tile(128, 64, 8, 3), "bwd_dkv": Tile(64, 128, 8, 3)},
     "widest": {"fwd": Tile(64, 32, 8, 2), "bwd_dq": Tile(64, 32, 8, 2), "bwd_dkv": Tile(32, 64, 8, 2)},
     "small": {"fwd": Tile(32, 32, 4, 2), "bwd_dq": Tile(32, 32, 4, 2), "bwd_dkv": Tile(32, 32, 4, 2)},
     "narrow, skipping": {
@@ -44,14 +48,24 @@ TILES: dict[str, dict[str, Tile]] = {
     "wide, skipping": {"fwd": Tile(64, 64, 4, 2), "bwd_dq": Tile(64, 64, 4, 2), "bwd_dkv": Tile(64, 64, 4, 2)},
 }  # fmt: skip
 
+#: By kind and kernel: instead of tiles that are good only with their cap, where a launch may have none.
+UNCAPPED = {("narrow", "fwd"): Tile(128, 64, 4, 3)}
 
-def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False) -> dict[str, int]:
-    """Tile sizes and launch options of a kernel; widths are powers of two of at least 16, which matrix units want."""
-    return _tiles(q.size(-1), v.size(-1), q.dtype == torch.float32, kernel, skip)
+
+def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False, capped: bool = True) -> dict[str, int]:
+    """Tile sizes and launch options of a kernel; widths are powers of two of at least 16, which matrix units want.
+
+    Args:
+        q, v: heads of queries and values, rows last but one.
+        kernel: its name in TILES.
+        skip: whether tiles may be skipped.
+        capped: whether the launch may have a cap of registers.
+    """
+    return _tiles(q.size(-1), v.size(-1), q.dtype == torch.float32, kernel, skip, capped)
 
 
 @functools.cache
-def _tiles(width: int, value_width: int, single: bool, kernel: str, skip: bool) -> dict[str, int]:
+def _tiles(width: int, value_width: int, single: bool, kernel: str, skip: bool, capped: bool) -> dict[str, int]:
     rests = {"REST_D": rest_of(width), "REST_V": rest_of(value_width)}
     width, value_width = (max(16, power_of_two(x)) for x in (width, value_width))
     kind = width_kind(width, value_width)
@@ -59,7 +73,11 @@ def _tiles(width: int, value_width: int, single: bool, kernel: str, skip: bool) 
         kind = "small"
     elif skip:
         kind = f"{kind}, skipping"
+    elif kind == "wide" and all(rests.values()):
+        kind = "in parts"
     tile = TILES[kind][kernel]
+    if not capped:
+        tile = UNCAPPED.get((kind, kernel), tile)
     cap = {} if tile.registers is None else {"maxnreg": tile.registers}
     sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_D": width, "BLOCK_V": value_width} | rests
     return sizes | {"num_warps": tile.warps, "num_stages": tile.stages} | cap

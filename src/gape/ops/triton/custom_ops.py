@@ -82,9 +82,14 @@ def traceable(kernel: Any) -> Any:
     """The kernel in a form that operators launch."""
     if not isinstance(kernel, JITFunction):
         return _Form(_interpret, kernel)
-    form = torch.library.wrap_triton(kernel)
+    return _Form(_launch if capped(kernel) else _launch_uncapped, torch.library.wrap_triton(kernel))
+
+
+def capped(kernel: Any) -> bool:
+    """Whether a launch of the :func:`traceable` kernel may have a cap of registers."""
     # Where nothing is traced, torch gives the kernel itself back.
-    return _Form(_launch if form is kernel and torch.version.cuda else _launch_uncapped, form)
+    untraced = not isinstance(kernel, JITFunction) or torch.library.wrap_triton(kernel) is kernel
+    return untraced and (INTERPRETED or bool(torch.version.cuda))
 
 
 def direct(kernel: Any) -> Any:

@@ -24,6 +24,9 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 FAR = tl.constexpr(8388608)
 NEAR_BITS = tl.constexpr(23)
 
+#: Keys after which local positions start from zero again: a multiple of every tile's keys.
+SPAN = tl.constexpr(128)
+
 #: Neighbouring tiles that are judged at once, a bit of one number each: the more, the longer the runs of tiles whose
 #: loads are pipelined.
 GROUP = tl.constexpr(32)
@@ -92,9 +95,11 @@ def single(x):
 
 
 @triton.jit
-def anchor_of(ptr, stride, start, HAS_POSITIONS: tl.constexpr):
-    """The position of the tile's first key."""
-    return tl.load(ptr + start * stride) if HAS_POSITIONS else start
+def anchor_of(ptr, stride, start, HAS_POSITIONS: tl.constexpr, COPIES: tl.constexpr):
+    """What positions of a tile of keys are counted from: its first key's, with COPIES of exposures its span's."""
+    if HAS_POSITIONS:
+        return tl.load(ptr + start * stride)
+    return start if COPIES == 0 else start // SPAN * SPAN
 
 
 @triton.jit
@@ -215,6 +220,35 @@ def load_vector(ptr, start, n, other, LENGTH: tl.constexpr, CHECK: tl.constexpr)
     if CHECK:
         return tl.load(ptr + start + offsets, mask=offsets < n - start, other=other)
     return tl.load(ptr + start + offsets)
+
+
+@triton.jit
+def at_key(k_ptr, v_ptr, u_ptr, k_n, v_n, count, COPIES: tl.constexpr):
+    """Pointers to keys, values and exposures moved on by `count` keys.
+
+    Loops over whole tiles move them on in every turn: products with strides take 64 bits, and more operations.
+    """
+    count = tl.cast(count, tl.int64)
+    return k_ptr + count * k_n, v_ptr + count * v_n, u_ptr + count * (2 if COPIES else 1)
+
+
+@triton.jit
+def load_exposures(ptr, start, n, LENGTH: tl.constexpr, CHECK: tl.constexpr, COPIES: tl.constexpr):
+    """u and u·j of keys start … start + LENGTH − 1, zero past the end; j as :func:`anchor_of` counts it in index order.
+
+    With COPIES they lie side by side as `_exposures_kernel` writes them. Each is fetched so many times, by as many
+    threads as there are: left alone, the compiler lets each thread fetch all that its columns need.
+    """
+    if COPIES == 0:
+        u = load_vector(ptr, start, n, 0.0, LENGTH, CHECK)
+        return u, u * tl.arange(0, LENGTH).to(tl.float32)
+    else:  # noqa: RET505
+        keys, which = tl.arange(0, LENGTH)[None, :, None], tl.arange(0, 2)[None, None, :]
+        pointers = ptr + tl.cast(start, tl.int64) * 2 + (keys * 2 + which + tl.zeros((COPIES, 1, 1), tl.int32))
+        both = tl.load(pointers, mask=keys < n - start, other=0.0) if CHECK else tl.load(pointers)
+        if COPIES == 2:
+            both, _ = tl.split(tl.trans(both, 1, 2, 0))
+        return tl.split(tl.reshape(both, (LENGTH, 2)))
 
 
 @triton.jit
@@ -426,6 +460,31 @@ def _key_bounds_kernel(
     at = row.to(tl.int64) * tl.cdiv(n, BLOCK) + tl.program_id(0)
     tl.store(reach_ptr + at, tl.max(length, 0))
     tl.store(least_ptr + at, tl.min(u, 0))
+
+
+@triton.jit
+def _exposures_kernel(u_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """u (rows, n) → (rows, n, 2): u and u·(j mod SPAN)."""
+    start = tl.program_id(0) * BLOCK
+    row = tl.program_id(1).to(tl.int64) * n + start
+    keys, which = tl.arange(0, BLOCK)[:, None], tl.arange(0, 2)[None, :]
+    u = tl.load(u_ptr + row + keys, mask=keys < n - start, other=0.0)
+    both = tl.where(which == 0, u, u * ((start + keys) % SPAN).to(tl.float32))
+    tl.store(out_ptr + row * 2 + (keys * 2 + which), both, mask=keys < n - start)
+
+
+def exposures_launch(u: Tensor) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int]]:
+    """Grid, numbers and flags of `_exposures_kernel` for exposures (B, H, N)."""
+    grid = (-(-u.size(2) // 512), u.size(0) * u.size(1))
+    return grid, (u.size(2),), {"BLOCK": 512, "num_warps": 4}
+
+
+def with_places(u: Tensor) -> Tensor:
+    """Exposures (B, H, N) and what they are times local positions, as kernels of queries read them: (B, H, N, 2)."""
+    out = torch.empty(*u.shape, 2, dtype=torch.float32, device=u.device)
+    grid, numbers, flags = exposures_launch(u)
+    traceable(_exposures_kernel)[grid](u.contiguous(), out, *numbers, **flags)
+    return out
 
 
 def bounds(q: Tensor, k: Tensor, v: Tensor, u: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
