@@ -288,7 +288,7 @@ def _flags(q: Tensor, v: Tensor, layout: Layout, eps: float) -> dict[str, Any]:
 
 
 def _tile(q: Tensor, v: Tensor, kernel: str, layout: Layout, eps: float) -> dict[str, int]:
-    # Positions of their own take more registers than a cap leaves.
+    # Positions of keys cost so much that many queries should share them.
     may_cap = layout.q_positions is None and capped(attention_fwd._fwd_kernel)
     return tiles_for(q, v, kernel, skip=eps > 0, capped=may_cap)
 
