@@ -288,9 +288,10 @@ def _flags(q: Tensor, v: Tensor, layout: Layout, eps: float) -> dict[str, Any]:
 
 
 def _tile(q: Tensor, v: Tensor, kernel: str, layout: Layout, eps: float) -> dict[str, int]:
-    # Positions of keys cost so much that many queries should share them.
-    may_cap = layout.q_positions is None and capped(attention_fwd._fwd_kernel)
-    return tiles_for(q, v, kernel, skip=eps > 0, capped=may_cap)
+    if layout.q_positions is None:
+        return tiles_for(q, v, kernel, skip=eps > 0, capped=capped(attention_fwd._fwd_kernel))
+    # Positions of keys cost so much that many queries should share them, and shared memory of a third stage.
+    return tiles_for(q, v, kernel, capped=False) | {"num_stages": 2}
 
 
 def _copies(tile: dict[str, int], layout: Layout) -> int:
