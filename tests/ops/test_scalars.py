@@ -53,8 +53,10 @@ def compiled(kernel, told):
     return str(stages["ttir"](module, {}))
 
 
+POSITIONS = {"HAS_POSITIONS": True, "HAS_DOCUMENTS": True, "HAS_MASK": True, "COPIES": 0}
 for kernel in (attention_fwd._fwd_kernel, attention_bwd._bwd_dq_kernel, attention_bwd._bwd_dkv_kernel):
-    compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True, "SKIP": True} | BLOCKS)
+    for told in ({"SKIP": True}, {"REST_D": 16, "REST_V": 16, "BLOCK_D": 64, "BLOCK_V": 64}, POSITIONS):
+        compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True} | BLOCKS | told)
 for kernel in (tiles._query_norms_kernel, tiles._key_bounds_kernel):
     compiled(kernel, {"BLOCK": 64} | BLOCKS)
 compiled(tiles._exposures_kernel, {"BLOCK": 64} | BLOCKS)

@@ -198,7 +198,7 @@ def bwd(
     dq, dk, dv, dc, du = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v, c, u))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_(), dc.zero_(), du.zero_()
-    tile, column_tile = (_tile(q, v, kernel, eps) for kernel in ("bwd_dq", "bwd_dkv"))
+    tile, column_tile = (_tile(q, v, kernel, layout, eps) for kernel in ("bwd_dq", "bwd_dkv"))
     reach, k_reach, u_least = bounds(q, k, v, u, scale) if eps else (c, c, c)
     tensors, strides, sizes = _tensors(q, k, v, c, u, layout), _strides(q, k, v, layout), _sizes(q, k, v)
     flags, skipping = _flags(q, v, layout, eps), (reach, low, earliest, k_reach, u_least)
@@ -279,7 +279,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, ...]:
 
 
 def _flags(q: Tensor, v: Tensor, layout: Layout, eps: float) -> dict[str, Any]:
-    tile = _tile(q, v, "fwd", eps)
+    tile = _tile(q, v, "fwd", layout, eps)
     partial = {
         "PARTIAL_D": not tile["REST_D"] and q.size(3) != tile["BLOCK_D"],
         "PARTIAL_V": not tile["REST_V"] and v.size(3) != tile["BLOCK_V"],
@@ -287,8 +287,11 @@ def _flags(q: Tensor, v: Tensor, layout: Layout, eps: float) -> dict[str, Any]:
     return layout.flags | partial | {"SKIP": eps > 0}
 
 
-def _tile(q: Tensor, v: Tensor, kernel: str, eps: float) -> dict[str, int]:
-    return tiles_for(q, v, kernel, skip=eps > 0, capped=capped(attention_fwd._fwd_kernel))
+def _tile(q: Tensor, v: Tensor, kernel: str, layout: Layout, eps: float) -> dict[str, int]:
+    if layout.q_positions is None:
+        return tiles_for(q, v, kernel, skip=eps > 0, capped=capped(attention_fwd._fwd_kernel))
+    # Positions of keys cost so much that many queries should share them, and shared memory of a third stage.
+    return tiles_for(q, v, kernel, capped=False) | {"num_stages": 2}
 
 
 def _copies(tile: dict[str, int], layout: Layout) -> int:
@@ -301,7 +304,7 @@ def _fwd_launch(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, eps: float
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, numbers and flags of the forward kernel."""
-    tile = _tile(q, v, "fwd", eps)
+    tile = _tile(q, v, "fwd", layout, eps)
     grid = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
     numbers = (*_strides(q, k, v, layout), q.size(1), *_sizes(q, k, v), scale * LOG2E, eps)
     return grid, numbers, _flags(q, v, layout, eps) | tile | {"COPIES": _copies(tile, layout)}

@@ -99,7 +99,8 @@ def anchor_of(ptr, stride, start, HAS_POSITIONS: tl.constexpr, COPIES: tl.conste
     """What positions of a tile of keys are counted from: its first key's, with COPIES of exposures its span's."""
     if HAS_POSITIONS:
         return tl.load(ptr + start * stride)
-    return start if COPIES == 0 else start // SPAN * SPAN
+    else:  # noqa: RET505
+        return start // SPAN * SPAN if COPIES else start
 
 
 @triton.jit
