@@ -108,6 +108,20 @@ def test_attends_and_skips_as_the_steps_do(n: int, value_dim: int, eps: float) -
 
 
 @torch.no_grad()
+def test_angles_may_be_in_half_precision_and_wider() -> None:
+    """As models of transformers have them: as many as a head has coordinates, in the dtype of the model."""
+    scheme = layer("rope")
+    q, k = projected(scheme, 40, torch.float16)
+    half = [x.half() for x in angles(scheme, 40)]
+    given = {"reading": scheme.reading(q.device), "scale": SCALE, "eps": 0.0}
+    want = prologue.projected_attention(q, k, k, tuple(x.float() for x in half), **given)
+    got = prologue.projected_attention(q, k, k, tuple(torch.cat([x, x], -1) for x in half), **given)
+    assert torch.equal(got.out, want.out)
+    with pytest.raises(ValueError, match="cosines"):
+        prologue.projected_attention(q, k, k, tuple(x[:30] for x in half), **given)
+
+
+@torch.no_grad()
 def test_what_is_not_a_number_keeps_its_tile() -> None:
     scheme = layer("rope")
     q, k = (x.clone() for x in projected(scheme, 130, torch.float16))

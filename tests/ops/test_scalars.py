@@ -54,7 +54,8 @@ def compiled(kernel, told):
 
 
 POSITIONS = {"HAS_POSITIONS": True, "HAS_DOCUMENTS": True, "HAS_MASK": True, "COPIES": 0}
-for kernel in (attention_fwd._fwd_kernel, attention_bwd._bwd_dq_kernel, attention_bwd._bwd_dkv_kernel):
+kernels = (attention_fwd._fwd_kernel, attention_fwd._fwd_again_kernel)
+for kernel in (*kernels, attention_bwd._bwd_dq_kernel, attention_bwd._bwd_dkv_kernel):
     for told in ({"SKIP": True}, {"REST_D": 16, "REST_V": 16, "BLOCK_D": 64, "BLOCK_V": 64}, POSITIONS):
         compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True} | BLOCKS | told)
 for kernel in (tiles._query_norms_kernel, tiles._key_bounds_kernel):

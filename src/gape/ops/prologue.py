@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -273,10 +273,10 @@ def projected_attention(
     Args:
         q, k: as :func:`prologue` takes them, in rows of :func:`whole_rows`, with gaps of any size or none.
         v: (B, Hk, N, Dv).
-        angles, reading, scale: as :func:`prologue` takes them.
+        angles, reading, scale: as :func:`prologue` takes them; angles may be in half precision too.
         eps: what a query may lose to tiles of keys that are skipped (`docs/results/proofs.md`); 0 skips nothing.
     """
-    _check(angles, q, k, reading)
+    _check(angles, q, k, reading, dtypes=(torch.float32, *HALVES))
     from gape.ops.triton.attention import attend_projected  # noqa: PLC0415
 
     return Projected(*attend_projected(q, k, v, angles, reading, scale=scale, eps=eps)[:6])
@@ -335,7 +335,10 @@ def tables_of(angles: Angles | None) -> tuple[Tensor | None, Tensor | None, Tens
     return cos, sin, rows
 
 
-def _check(angles: Angles | None, q: Tensor, k: Tensor, reading: GateReading | None) -> None:
+def _check(
+    angles: Angles | None, q: Tensor, k: Tensor, reading: GateReading | None,
+    *, dtypes: Sequence[torch.dtype] = (torch.float32,),
+) -> None:  # fmt: skip
     """Refuse angles that do not fit, which a scheme may make its own way: kernels read as much as they are told to."""
     if angles is None:
         return
@@ -345,8 +348,9 @@ def _check(angles: Angles | None, q: Tensor, k: Tensor, reading: GateReading | N
     shape: tuple[int, ...] = (q.size(2), max(content // 2, cos.size(-1)))
     shape = (cos.size(0), *shape) if rows else shape
     for name, x in (("cosines", cos), ("sines", sin)):
-        if x.dtype != torch.float32 or x.shape != shape or x.device != q.device:
-            raise invalid_argument(f"angles: {name}", x, f"a float32 tensor {shape} on {q.device}")
+        if x.dtype not in dtypes or x.shape != shape or x.device != q.device:
+            known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+            raise invalid_argument(f"angles: {name}", x, f"a {known} tensor {shape} on {q.device}")
     heads = q.size(1) + k.size(1)
     if rows and (rows[0].dtype != torch.int32 or rows[0].shape != (heads,)):
         raise invalid_argument("angles: rows", rows[0], f"an int32 tensor ({heads},)")

@@ -96,10 +96,12 @@ def _attend_projected(
             places = u
         else:
             plan.exposures(u, places)
-        plan.attention(
+        tensors = (
             *rotated, v, c, places, q, q, q, q, q, out, lse, reach, low, k_reach, u_least, visited,
             earliest.view(torch.int32),
         )  # fmt: skip
+        plan.attention(*tensors)
+        plan.again(*tensors)
     return out, lse, *rotated, c, u, visited
 
 
@@ -107,7 +109,8 @@ class _Plan(NamedTuple):
     """How :func:`attend_projected` runs for tensors alike, as those of all layers of a model are.
 
     Attributes:
-        prologue, exposures, attention: the launches; None where attention reads exposures as the prologue writes them.
+        prologue, exposures, attention, again: the launches; None where attention reads exposures as the prologue writes
+            them.
         out: shape of the output.
         room: float32 numbers that they need beside rows of heads.
         parts: shape, strides and start in it of each tensor.
@@ -116,6 +119,7 @@ class _Plan(NamedTuple):
     prologue: Launch
     exposures: Launch | None
     attention: Launch
+    again: Launch
     out: torch.Size
     room: int
     parts: list[tuple[tuple[int, ...], tuple[int, ...], int]]
@@ -150,7 +154,8 @@ def _plan(
         # Each begins where loads of 128 bytes may begin.
         room += -(-x.numel() // 32) * 32
     attention = Launch(attention_fwd._fwd_kernel, grid, sizes, flags)
-    return _Plan(prologue, exposures, attention, out.shape, room, parts)
+    again = Launch(attention_fwd._fwd_again_kernel, _grid_again(grid), sizes, flags)
+    return _Plan(prologue, exposures, attention, again, out.shape, room, parts)
 
 
 def _whole_pieces(x: Tensor) -> Tensor:
@@ -179,9 +184,10 @@ def fwd(
         reach, k_reach, u_least = bounds(q, k, v, u, scale) if eps else (c, c, c)
         grid, numbers, flags = _fwd_launch(q, k, v, layout, scale, eps)
         tensors = _tensors(q, k, v, c, with_places(u) if flags["COPIES"] else u, layout)
-        traceable(attention_fwd._fwd_kernel)[grid](
-            *tensors, out, lse, reach, low, k_reach, u_least, visited, earliest, *numbers, **flags
-        )
+        arguments = (*tensors, out, lse, reach, low, k_reach, u_least, visited, earliest, *numbers)
+        traceable(attention_fwd._fwd_kernel)[grid](*arguments, **flags)
+        if not any(layout.flags[name] for name in ("HAS_POSITIONS", "HAS_DOCUMENTS", "HAS_MASK")):
+            traceable(attention_fwd._fwd_again_kernel)[_grid_again(grid)](*arguments, **flags)
     return outs
 
 
@@ -298,6 +304,11 @@ def _copies(tile: dict[str, int], layout: Layout) -> int:
     """How often kernels of queries fetch a key's two numbers, so that a thread fetches one; 0 if they read u alone."""
     copies = max(1, tile["num_warps"] * 32 // (tile["BLOCK_N"] * 2))
     return copies if copies <= 2 and layout.q_positions is None else 0
+
+
+def _grid_again(grid: tuple[int, int]) -> tuple[int, int]:
+    """Of programs that look which tiles of queries have to be done again, from the grid of one program a tile."""
+    return -(-grid[0] // attention_fwd.TOGETHER.value), grid[1]
 
 
 def _fwd_launch(

@@ -2,8 +2,8 @@
 
 Tiles are visited from the diagonal outwards. Those at the diagonal give each query a level, its largest logit so far,
 which the others are measured against without a look at their own maximum: no maximum, no comparison between threads, no
-sum to scale anew. float32 and bfloat16 hold what is 2⁶⁰ above the level. Where a query has more, its tile is done again
-with a running maximum.
+sum to scale anew. float32 and bfloat16 hold what is 2⁶⁰ above the level. Where a query has more, another kernel does
+its tile again with a running maximum.
 
 With SKIP, the nearest tiles give each query a lower bound of its log-sum-exp, and tiles further out are skipped whose
 best possible logits together are too far below it.
@@ -40,6 +40,9 @@ from gape.ops.triton.tiles import (
 
 #: The largest sum of weights that a query may have against its level; beyond it is done again.
 MOST = tl.constexpr(2.0**60)
+
+#: Tiles of queries that a program looks at which does some again.
+TOGETHER = tl.constexpr(8)
 
 #: Tiles whose bounds are added up at once.
 WIDE = tl.constexpr(32)
@@ -124,7 +127,7 @@ def empty_softmax(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, REST_V: tl.const
 @triton.jit
 def too_high(total, acc, HALF: tl.constexpr):
     """Whether a query of the tile had logits too far above its level; HALF: weights were in float16."""
-    count = tl.sum(tl.where(tl.sum(total, 1) < MOST, 0, 1), 0)
+    count = tl.sum(tl.where(total < MOST, 0, 1), 0)
     if HALF:
         # Such a weight is infinite there, and so is what it was multiplied with.
         count += tl.sum(tl.sum(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0)
@@ -226,7 +229,8 @@ def fwd_needed(
 
 
 @triton.jit
-def _fwd_kernel(
+def fwd_rows(
+    LEVEL: tl.constexpr, start_m,
     q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr, out_ptr, lse_ptr,
     reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
@@ -237,16 +241,11 @@ def _fwd_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Outputs (B, Hq, Nq, Dv) and base-2 log-sum-exps (B, Hq, Nq), both contiguous; c, documents too.
+    """Attend from the tile of queries that begins at `start_m`; arguments as :func:`_fwd_kernel` has them.
 
-    u: exposures (B, Hk, Nk), with COPIES (B, Hk, Nk, 2) as `_exposures_kernel` writes them.
-
-    SKIP reads reach (B, Hq, Nq), k_reach and u_least (B, Hk, tiles), writes low (B, Hq, Nq), visited and earliest
-    (B, Hq, tiles).
+    LEVEL: measure tiles that are not at the diagonal against its level; a log-sum-exp of ∞ says that this failed.
     """
     batch, head, key_head, key_row = owner(n_heads, groups)
-    # The longest rows of a triangle go first, so that no program is left over at the end.
-    start_m = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M
     offs_m = start_m + tl.arange(0, BLOCK_M)
     row = (batch * n_heads + head) * n_q
     home = (
@@ -284,45 +283,91 @@ def _fwd_kernel(
         )  # fmt: skip
         tl.store(low_ptr + row + offs_m, low, mask=offs_m < n_q)
         top, total, acc, acc_rest, visited = fwd_needed(
-            True, top, total, acc, acc_rest, home, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
+            LEVEL, top, total, acc, acc_rest, home, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
             key_row, k_reach_ptr, u_least_ptr,
             PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
         )  # fmt: skip
-        row_tile = tl.program_id(1) * tl.num_programs(0) + start_m // BLOCK_M
+        row_tile = tl.program_id(1) * tl.cdiv(n_q, BLOCK_M) + start_m // BLOCK_M
         tl.store(visited_ptr + row_tile, tl.cdiv(stop, BLOCK_N) - near + visited)
         tl.store(earliest_ptr + row_tile, earliest)
-        if too_high(total, acc, q.dtype == tl.float16):
-            top, total, acc, acc_rest = empty_softmax(BLOCK_M, BLOCK_V, REST_V)
-            for start_n in tl.range(begin, stop, BLOCK_N, num_stages=1):
-                top, total, acc, acc_rest = fwd_tile(
-                    True, False, start_n, top, total, acc, acc_rest, *at_key(*home, start_n, COPIES),
-                    *rows, *keys, True, False, False, False,
-                    PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
-                )  # fmt: skip
-            top, total, acc, acc_rest, _ = fwd_needed(
-                False, top, total, acc, acc_rest, home, rows, keys, c, reach, low, earliest, first, near, offs_m, n_k,
-                key_row, k_reach_ptr, u_least_ptr,
-                PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
-            )  # fmt: skip
     elif not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK:
         k_at, v_at, u_at = at_key(*home, 0, COPIES)
         for start_n in range(0, whole, BLOCK_N):
             top, total, acc, acc_rest = fwd_tile(
-                False, True, start_n, top, total, acc, acc_rest, k_at, v_at, u_at, *rows, *keys,
+                False, LEVEL, start_n, top, total, acc, acc_rest, k_at, v_at, u_at, *rows, *keys,
                 CAUSAL, False, False, False, PARTIAL_D, PARTIAL_V,
                 BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
             )  # fmt: skip
             k_at, v_at, u_at = at_key(k_at, v_at, u_at, k_n, v_n, BLOCK_N, COPIES)
-        if too_high(total, acc, q.dtype == tl.float16):
-            top, total, acc, acc_rest = empty_softmax(BLOCK_M, BLOCK_V, REST_V)
-            # Seldom, so it is not pipelined: that would take memory from the others.
-            for start_n in tl.range(0, stop, BLOCK_N, num_stages=1):
-                top, total, acc, acc_rest = fwd_tile(
-                    True, False, start_n, top, total, acc, acc_rest, *at_key(*home, start_n, COPIES),
-                    *rows, *keys, CAUSAL, False, False, False,
-                    PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
-                )  # fmt: skip
     whole_sum = tl.sum(total, 1)
     over = tl.where(whole_sum == 0.0, 1.0, whole_sum)[:, None]
     store_parts(out_ptr + row * d_v, acc / over, acc_rest / over, start_m, n_q, d_v, BLOCK_M, BLOCK_V, REST_V)
-    tl.store(lse_ptr + row + offs_m, log_sum(top, whole_sum), mask=offs_m < n_q)
+    lse = log_sum(top, whole_sum)
+    if LEVEL:
+        lse = tl.where(too_high(whole_sum, acc, q.dtype == tl.float16), float("inf"), lse)
+    tl.store(lse_ptr + row + offs_m, lse, mask=offs_m < n_q)
+
+
+@triton.jit
+def _fwd_kernel(
+    q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr, out_ptr, lse_ptr,
+    reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
+    qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
+    n_heads, groups, n_q, n_k, d, d_v, scale, eps,
+    CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
+    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
+):  # fmt: skip
+    """Outputs (B, Hq, Nq, Dv) and base-2 log-sum-exps (B, Hq, Nq), both contiguous; c, documents too.
+
+    u: exposures (B, Hk, Nk), with COPIES (B, Hk, Nk, 2) as `_exposures_kernel` writes them.
+
+    SKIP reads reach (B, Hq, Nq), k_reach and u_least (B, Hk, tiles), writes low (B, Hq, Nq), visited and earliest
+    (B, Hq, tiles). Without positions, documents and masks `_fwd_again_kernel` has to follow.
+    """
+    # The longest rows of a triangle go first, so that no program is left over at the end.
+    fwd_rows(
+        not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK,
+        (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M,
+        q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr, out_ptr, lse_ptr,
+        reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
+        q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
+        qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
+        n_heads, groups, n_q, n_k, d, d_v, scale, eps,
+        CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, SKIP,
+        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
+    )  # fmt: skip
+
+
+@triton.jit
+def _fwd_again_kernel(
+    q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr, out_ptr, lse_ptr,
+    reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
+    qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
+    n_heads, groups, n_q, n_k, d, d_v, scale, eps,
+    CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
+    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
+    REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
+):  # fmt: skip
+    """With a running maximum, the tiles of queries for which `_fwd_kernel` found logits too far above their level.
+
+    Arguments are those of `_fwd_kernel`. A program looks at `TOGETHER` tiles: there is seldom anything to do.
+    """
+    lse_row = lse_ptr + tl.program_id(1).to(tl.int64) * n_q
+    begin = tl.program_id(0) * TOGETHER * BLOCK_M
+    for start_m in range(begin, tl.minimum(begin + TOGETHER * BLOCK_M, n_q), BLOCK_M):
+        if tl.load(lse_row + start_m) == float("inf"):
+            fwd_rows(
+                False, start_m,
+                q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr, out_ptr, lse_ptr,
+                reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
+                q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
+                qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
+                n_heads, groups, n_q, n_k, d, d_v, scale, eps,
+                CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, SKIP,
+                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
+            )  # fmt: skip
