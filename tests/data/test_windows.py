@@ -79,6 +79,12 @@ def test_batches_go_through_the_epochs_without_a_gap(corpus: Corpus) -> None:
     assert source.epochs(steps) == pytest.approx(steps * 15 / source.windows)
 
 
+def test_batches_neither_read_nor_move_the_global_random_state(corpus: Corpus) -> None:
+    before = torch.get_rng_state()
+    WindowSource(corpus, length=LENGTH).batch(1, 0)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_first_batch_stays_what_it_was(tmp_path: Path) -> None:
     """A run of an earlier version must find its data in the same order."""
     rows = [{"id": "a", "text": "".join(chr(33 + i % 90) for i in range(300))}]

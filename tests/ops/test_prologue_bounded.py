@@ -119,6 +119,8 @@ def test_angles_may_be_in_half_precision_and_wider() -> None:
     assert torch.equal(got.out, want.out)
     with pytest.raises(ValueError, match="cosines"):
         prologue.projected_attention(q, k, k, tuple(x[:30] for x in half), **given)
+    with pytest.raises(ValueError, match="sines"):
+        prologue.projected_attention(q, k, k, (half[0], half[1].float()), **given)
 
 
 @torch.no_grad()

@@ -75,8 +75,8 @@ def test_half_precision_is_as_exact_as_its_content(
 @pytest.mark.parametrize("eps", [0.0, 1e-6])
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES], ids=str)
 def test_logits_far_above_those_at_the_diagonal(dtype: torch.dtype, eps: float) -> None:
-    """Weights against the level of the diagonal overflow, so those queries are done again."""
-    case = random_case(batch=1, heads=2, kv_heads=1, n_q=150, n_k=300, dim=16, strength=0.1)
+    """Weights against the level of the diagonal overflow, so those queries are done again, by several programs."""
+    case = random_case(batch=1, heads=2, kv_heads=1, n_q=300, n_k=330, dim=16, strength=0.1)
     case.tensors["k"][:, :, 3] *= 120.0
     exact, case = run(moved(case, torch.float64, dtype), "reference"), moved(case, torch.float32, dtype)
     case.tensors |= {n: case.tensors[n].to(dtype) for n in "qkv"}
@@ -85,6 +85,15 @@ def test_logits_far_above_those_at_the_diagonal(dtype: torch.dtype, eps: float) 
     assert (out.double() - exact["out"]).norm() < BOUNDS.get(dtype, 1e-5) * float(exact["out"].norm())
     out.sum().backward()
     assert all(x.grad.isfinite().all() for x in leaves.values())
+
+
+def test_values_may_be_large_where_weights_are() -> None:
+    case = random_case(batch=1, heads=1, kv_heads=1, n_q=70, n_k=140, dim=16, strength=0.1)
+    case.tensors["k"][:, :, 3] *= 30.0
+    case.tensors["v"] *= 1e25
+    exact = run(moved(case, torch.float64), "reference")["out"]
+    got = run(moved(case, torch.float32), "triton")["out"]
+    assert (got.double() - exact).norm() < 1e-5 * float(exact.norm())
 
 
 def test_rows_of_any_width() -> None:

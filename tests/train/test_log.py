@@ -119,6 +119,13 @@ def test_a_run_can_ask_for_deterministic_algorithms(tmp_path):
     assert json.loads((tmp_path / "manifest.json").read_text())["deterministic"] is True
 
 
+def test_versions_and_machine_are_there_without_a_checkout(monkeypatch):
+    monkeypatch.setattr("gape.utils.run_info._git", lambda *arguments: None)
+    record = manifests.manifest(torch.device("cpu"), seed=1)
+    assert record["code"]["commit"] is None
+    assert len(record["code"]["sha256"]) == 64
+
+
 def test_a_terminal_that_cannot_move_its_cursor_gets_lines(tmp_path, monkeypatch):
     monkeypatch.setenv("TERM", "dumb")
     console = io.StringIO()

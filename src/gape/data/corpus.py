@@ -169,6 +169,8 @@ class Corpus:
         inside &= (records["stratum"] <= len(self.strata)) & (records["name"] < self.card["names"]["bytes"])
         # Unsigned numbers: a sum of two could pass their end and look small.
         inside &= (records["offset"] <= room) & (records["length"] <= room - np.minimum(records["offset"], room))
+        # Earlier versions could cut excerpts.
+        inside &= records["excerpt"] == 0
         if not inside.all():
             place = f"{self.directory / INDEX}: document {int(np.argmin(inside))}"
             raise ValueError(f"corpus: {place} is outside the shards; prepare the corpus again")

@@ -348,7 +348,7 @@ def _check(
     shape: tuple[int, ...] = (q.size(2), max(content // 2, cos.size(-1)))
     shape = (cos.size(0), *shape) if rows else shape
     for name, x in (("cosines", cos), ("sines", sin)):
-        if x.dtype not in dtypes or x.shape != shape or x.device != q.device:
+        if x.dtype not in dtypes or x.dtype != cos.dtype or x.shape != shape or x.device != q.device:
             known = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
             raise invalid_argument(f"angles: {name}", x, f"a {known} tensor {shape} on {q.device}")
     heads = q.size(1) + k.size(1)

@@ -125,12 +125,12 @@ def empty_softmax(BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, REST_V: tl.const
 
 
 @triton.jit
-def too_high(total, acc, HALF: tl.constexpr):
-    """Whether a query of the tile had logits too far above its level; HALF: weights were in float16."""
+def too_high(total, acc, acc_rest):
+    """Whether a query of the tile had logits too far above its level, or values that are too large for its weights."""
     count = tl.sum(tl.where(total < MOST, 0, 1), 0)
-    if HALF:
-        # Such a weight is infinite there, and so is what it was multiplied with.
-        count += tl.sum(tl.sum(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0)
+    # A weight of float16 is infinite far earlier than the sum, and so is what it was multiplied with.
+    count += tl.sum(tl.sum(tl.where(tl.abs(acc) < float("inf"), 0, 1), 1), 0)
+    count += tl.sum(tl.sum(tl.where(tl.abs(acc_rest) < float("inf"), 0, 1), 1), 0)
     return count > 0
 
 
@@ -274,6 +274,8 @@ def fwd_rows(
             *rows, *keys, CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V,
             BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
         )  # fmt: skip
+    # Rows past the end have no key: against −inf their weights would be infinite.
+    top = tl.where(offs_m < n_q, top, 0.0)
     if SKIP:
         reach = load_vector(reach_ptr + row, start_m, n_q, 0.0, BLOCK_M, True)
         low, earliest = spare(
@@ -304,7 +306,7 @@ def fwd_rows(
     store_parts(out_ptr + row * d_v, acc / over, acc_rest / over, start_m, n_q, d_v, BLOCK_M, BLOCK_V, REST_V)
     lse = log_sum(top, whole_sum)
     if LEVEL:
-        lse = tl.where(too_high(whole_sum, acc, q.dtype == tl.float16), float("inf"), lse)
+        lse = tl.where(too_high(whole_sum, acc, acc_rest), float("inf"), lse)
     tl.store(lse_ptr + row + offs_m, lse, mask=offs_m < n_q)
 
 
