@@ -24,7 +24,7 @@ HALVES = ("q_ptr", "k_ptr", "v_ptr", "out_ptr", "grad_ptr", "dq_ptr", "dk_ptr", 
 WHOLE = ("qp_ptr", "kp_ptr", "qd_ptr", "kd_ptr")
 OTHERS = {"mask_ptr": "*i1", "ticket_ptr": "*i32", "earliest_ptr": "*i32", "which_ptr": "*i32"}
 BLOCKS = {"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_D": 16, "BLOCK_V": 16, "REST_D": 0, "REST_V": 0, "COPIES": 2}
-FLAGS = ("CAUSAL", "HAS_POSITIONS", "HAS_DOCUMENTS", "HAS_MASK", "PARTIAL_D", "PARTIAL_V", "SKIP", "RAGGED")
+FLAGS = ("CAUSAL", "HAS_POSITIONS", "HAS_DOCUMENTS", "HAS_MASK", "PARTIAL_D", "PARTIAL_V", "SKIP", "RAGGED", "AGAIN")
 PROLOGUE = {"ROTATED": True, "GATED": True, "LOW": 13, "EDGE": 16, "COLUMNS": 16, "Q_HEADS": 2, "K_HEADS": 2, "T": 16}
 PROLOGUE |= {"PARTS": 1, "HALF": 16, "EVEN": True, "ANCHORS": 2, "LIMIT": 1.0, "BITS": 8, "BOUNDED": True}
 PROLOGUE |= {"BY_HEAD": True}
@@ -53,11 +53,11 @@ def compiled(kernel, told):
     return str(stages["ttir"](module, {}))
 
 
+PARTS = {"REST_D": 16, "REST_V": 16, "BLOCK_D": 64, "BLOCK_V": 64}
 POSITIONS = {"HAS_POSITIONS": True, "HAS_DOCUMENTS": True, "HAS_MASK": True, "COPIES": 0}
-kernels = (attention_fwd._fwd_kernel, attention_fwd._fwd_again_kernel)
-for kernel in (*kernels, attention_bwd._bwd_dq_kernel, attention_bwd._bwd_dkv_kernel):
-    for told in ({"SKIP": True}, {"REST_D": 16, "REST_V": 16, "BLOCK_D": 64, "BLOCK_V": 64}, POSITIONS):
-        compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True} | BLOCKS | told)
+for kernel in (attention_fwd._fwd_kernel, attention_bwd._bwd_dq_kernel, attention_bwd._bwd_dkv_kernel):
+    for constants in ({"SKIP": True}, {"SKIP": True, "AGAIN": True}, PARTS, POSITIONS):
+        compiled(kernel, dict.fromkeys(FLAGS, False) | {"CAUSAL": True} | BLOCKS | constants)
 for kernel in (tiles._query_norms_kernel, tiles._key_bounds_kernel):
     compiled(kernel, {"BLOCK": 64} | BLOCKS)
 compiled(tiles._exposures_kernel, {"BLOCK": 64} | BLOCKS)

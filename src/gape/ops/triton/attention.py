@@ -153,8 +153,8 @@ def _plan(
         parts.append((tuple(x.shape), x.stride(), room))
         # Each begins where loads of 128 bytes may begin.
         room += -(-x.numel() // 32) * 32
-    attention = Launch(attention_fwd._fwd_kernel, grid, sizes, flags)
-    again = Launch(attention_fwd._fwd_again_kernel, _grid_again(grid), sizes, flags)
+    attention = Launch(attention_fwd._fwd_kernel, grid, sizes, flags | {"AGAIN": False})
+    again = Launch(attention_fwd._fwd_kernel, _grid_again(grid), sizes, flags | {"AGAIN": True})
     return _Plan(prologue, exposures, attention, again, out.shape, room, parts)
 
 
@@ -185,9 +185,9 @@ def fwd(
         grid, numbers, flags = _fwd_launch(q, k, v, layout, scale, eps)
         tensors = _tensors(q, k, v, c, with_places(u) if flags["COPIES"] else u, layout)
         arguments = (*tensors, out, lse, reach, low, k_reach, u_least, visited, earliest, *numbers)
-        traceable(attention_fwd._fwd_kernel)[grid](*arguments, **flags)
-        if not any(layout.flags[name] for name in ("HAS_POSITIONS", "HAS_DOCUMENTS", "HAS_MASK")):
-            traceable(attention_fwd._fwd_again_kernel)[_grid_again(grid)](*arguments, **flags)
+        traceable(attention_fwd._fwd_kernel)[grid](*arguments, **flags, AGAIN=False)
+        if all(x is None for x in layout[:5]):
+            traceable(attention_fwd._fwd_kernel)[_grid_again(grid)](*arguments, **flags, AGAIN=True)
     return outs
 
 

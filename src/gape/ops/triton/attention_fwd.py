@@ -2,8 +2,8 @@
 
 Tiles are visited from the diagonal outwards. Those at the diagonal give each query a level, its largest logit so far,
 which the others are measured against without a look at their own maximum: no maximum, no comparison between threads, no
-sum to scale anew. float32 and bfloat16 hold what is 2⁶⁰ above the level. Where a query has more, another kernel does
-its tile again with a running maximum.
+sum to scale anew. float32 and bfloat16 hold what is 2⁶⁰ above the level. Where a query has more, a second launch
+does its tile again with a running maximum.
 
 With SKIP, the nearest tiles give each query a lower bound of its log-sum-exp, and tiles further out are skipped whose
 best possible logits together are too far below it.
@@ -230,21 +230,21 @@ def fwd_needed(
 
 @triton.jit
 def fwd_rows(
-    LEVEL: tl.constexpr, start_m,
-    q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr, out_ptr, lse_ptr,
-    reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
-    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
-    qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
-    n_heads, groups, n_q, n_k, d, d_v, scale, eps,
+    LEVEL: tl.constexpr, start_m, tensors, skipping, strides, mask_strides, sizes,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
 ):  # fmt: skip
-    """Attend from the tile of queries that begins at `start_m`; arguments as :func:`_fwd_kernel` has them.
+    """Attend from the tile of queries that begins at `start_m`; arguments are those of :func:`_fwd_kernel` in groups.
 
     LEVEL: measure tiles that are not at the diagonal against its level; a log-sum-exp of ∞ says that this failed.
     """
+    q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr, out_ptr, lse_ptr = tensors
+    reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr = skipping
+    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d = strides
+    qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n = mask_strides
+    n_heads, groups, n_q, n_k, d, d_v, scale, eps = sizes
     batch, head, key_head, key_row = owner(n_heads, groups)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     row = (batch * n_heads + head) * n_q
@@ -321,55 +321,38 @@ def _fwd_kernel(
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
+    AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Outputs (B, Hq, Nq, Dv) and base-2 log-sum-exps (B, Hq, Nq), both contiguous; c, documents too.
 
     u: exposures (B, Hk, Nk), with COPIES (B, Hk, Nk, 2) as `_exposures_kernel` writes them.
 
     SKIP reads reach (B, Hq, Nq), k_reach and u_least (B, Hk, tiles), writes low (B, Hq, Nq), visited and earliest
-    (B, Hq, tiles). Without positions, documents and masks `_fwd_again_kernel` has to follow.
+    (B, Hq, tiles).
+
+    Without positions, documents and masks a second launch with AGAIN has to follow. With a running maximum it does
+    tiles again that had logits too far above their level; a program looks at `TOGETHER`, as there is seldom one.
     """
-    # The longest rows of a triangle go first, so that no program is left over at the end.
-    fwd_rows(
-        not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK,
-        (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M,
-        q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr, out_ptr, lse_ptr,
-        reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
-        q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
-        qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
-        n_heads, groups, n_q, n_k, d, d_v, scale, eps,
-        CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, SKIP,
-        BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
-    )  # fmt: skip
-
-
-@triton.jit
-def _fwd_again_kernel(
-    q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr, out_ptr, lse_ptr,
-    reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
-    q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
-    qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
-    n_heads, groups, n_q, n_k, d, d_v, scale, eps,
-    CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
-    PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
-    REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
-):  # fmt: skip
-    """With a running maximum, the tiles of queries for which `_fwd_kernel` found logits too far above their level.
-
-    Arguments are those of `_fwd_kernel`. A program looks at `TOGETHER` tiles: there is seldom anything to do.
-    """
-    lse_row = lse_ptr + tl.program_id(1).to(tl.int64) * n_q
-    begin = tl.program_id(0) * TOGETHER * BLOCK_M
-    for start_m in range(begin, tl.minimum(begin + TOGETHER * BLOCK_M, n_q), BLOCK_M):
-        if tl.load(lse_row + start_m) == float("inf"):
-            fwd_rows(
-                False, start_m,
-                q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr, out_ptr, lse_ptr,
-                reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
-                q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
-                qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
-                n_heads, groups, n_q, n_k, d, d_v, scale, eps,
-                CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, SKIP,
-                BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
-            )  # fmt: skip
+    tensors = (q_ptr, k_ptr, v_ptr, c_ptr, u_ptr, qp_ptr, kp_ptr, qd_ptr, kd_ptr, mask_ptr, out_ptr, lse_ptr)
+    skipping = (reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr)
+    strides = (q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d)
+    mask_strides = (qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n)
+    sizes = (n_heads, groups, n_q, n_k, d, d_v, scale, eps)
+    if AGAIN:
+        lse_row = lse_ptr + tl.program_id(1).to(tl.int64) * n_q
+        begin = tl.program_id(0) * TOGETHER * BLOCK_M
+        for start_m in range(begin, tl.minimum(begin + TOGETHER * BLOCK_M, n_q), BLOCK_M):
+            if tl.load(lse_row + start_m) == float("inf"):
+                fwd_rows(
+                    False, start_m, tensors, skipping, strides, mask_strides, sizes,
+                    CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, SKIP,
+                    BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
+                )  # fmt: skip
+    else:
+        # The longest rows of a triangle go first, so that no program is left over at the end.
+        fwd_rows(
+            not HAS_POSITIONS and not HAS_DOCUMENTS and not HAS_MASK,
+            (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_M, tensors, skipping, strides, mask_strides, sizes,
+            CAUSAL, HAS_POSITIONS, HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, SKIP,
+            BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V, COPIES,
+        )  # fmt: skip
