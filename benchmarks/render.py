@@ -86,6 +86,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "speed-layer": speed.layer_cost,
     "speed-skipping": speed.skipping,
     "speed": speed.benchmarks,
+    "speed-kernels": speed.kernels,
     "precision-summary": speed.rank2_beside_split,
     "precision-gates": speed.gate_errors,
     "precision": speed.precision,

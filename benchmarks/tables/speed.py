@@ -210,3 +210,20 @@ def gate_errors() -> str:
                 cells.append(f"{max(float(row[column]) for row in own):.2%}")
             lines.append([f"{impl}, {name}", *cells])
     return table(["largest error, 1,024 to 131,072 tokens", *QUANTITIES[1:4]], lines)
+
+
+def kernels(root: Path = ROOT) -> str:
+    """Milliseconds of attention with gates, and how many times those of others without a bias they are."""
+    sizes: dict[tuple[str, ...], dict[str, Row]] = {}
+    for row in load("kernels", root):
+        size = tuple(row[name] for name in ("batch", "heads", "kv_heads", "length", "dim"))
+        sizes.setdefault(size, {})[row["direction"]] = row
+    lines = []
+    for size, rows in sizes.items():
+        cells = [", ".join(f"{int(x):,}" for x in size)]
+        for direction in ("fwd", "both"):
+            ms, cudnn, flash = (float(rows[direction][name]) for name in ("ms", "cudnn_ms", "flash_ms"))
+            cells += [f"{ms:.3g}", f"{ms / cudnn:.2f}×", f"{ms / flash:.2f}×"]
+        lines.append(cells)
+    head = ["B, Hq, Hk, N, D", "forward", "over cuDNN", "over flash", "both", "over cuDNN", "over flash"]
+    return table(head, lines) if lines else "No rows yet.\n"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from gape.analysis import attended, attention_map, tap
+from gape.analysis import attended, attention_map, statistics, tap
 from gape.analysis.routing import effective_context
+from gape.analysis.tap import Attended
 from gape.models import FullCache
+from gape.ops.inputs import Visibility
+from gape.positions import build
 from tests.models.tiny import SCHEMES, model, tokens
 
 N = 24
@@ -92,3 +95,37 @@ def test_a_model_without_such_layers_is_refused() -> None:
 @pytest.mark.parametrize(("position", "options"), [("rope", {}), ("rope+gape", {"positions": torch.arange(N) + 5})])
 def test_an_effective_context_needs_gates_and_tokens_in_order(position: str, options: dict[str, torch.Tensor]) -> None:
     assert effective_context(attended(model(position), tokens(2, N), **options)[0]) is None
+
+
+def plain(q: torch.Tensor, k: torch.Tensor) -> Attended:
+    """Attention without any position over given queries and keys (B, H, N, D)."""
+    visibility = Visibility(n_q=q.size(2), n_k=k.size(2), device=q.device)
+    scheme = build("nope", n_heads=q.size(1), head_dim=q.size(3))
+    return Attended(scheme=scheme, q=q, k=k, v=k, q_side=None, k_side=None, scale=1.0, visibility=visibility)
+
+
+def test_uniform_attention_has_the_entropy_of_its_number_of_keys() -> None:
+    actual = statistics(plain(torch.zeros(1, 2, N, 4), torch.randn(1, 2, N, 4)), block=5)
+    i = torch.arange(N)
+    torch.testing.assert_close(actual.entropy, (i + 1.0).log().expand(1, 2, N))
+    torch.testing.assert_close(actual.distance, (i / 2).expand(1, 2, N))
+    torch.testing.assert_close(actual.sink, (1 / (i + 1)).expand(1, 2, N))
+
+
+def test_attention_to_one_key_has_no_entropy() -> None:
+    each = 100 * torch.eye(N)[None, None]
+    actual = statistics(plain(each, each))
+    assert float(actual.entropy.abs().max()) < 1e-6
+    assert float(actual.distance.abs().max()) < 1e-6
+
+
+@torch.no_grad()
+def test_keys_beyond_the_effective_context_hold_next_to_nothing() -> None:
+    options = {"learn_landmark": False, "init_landmark_bias": -40.0, "gate_floor": 40.0}
+    record = attended(model("nope+gape", options=options), tokens(2, 200))[0]
+    effective = effective_context(record, 0.01)
+    away = 199 - torch.arange(200)
+    beyond = away[None, None] >= effective[:, :, -1:]
+    assert bool(beyond.any())
+    mass = (record.weights(199, 200)[:, :, 0] * beyond).sum(-1)
+    assert bool((mass <= 0.01).all())

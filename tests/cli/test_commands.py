@@ -8,7 +8,9 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -280,3 +282,25 @@ def test_the_demo_is_the_recipe_at_toy_size(
     assert "p-RoPE+GAPE" in out
     page = Path(out.rpartition("Report: ")[2].strip())
     assert page.read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def training(recipe: Path) -> subprocess.Popen[str]:
+    """A long sweep in a process of its own, whose first run has begun."""
+    command = [sys.executable, "-m", "gape", "niah", "train", str(recipe), "train.max_steps=100000"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    log, deadline = Path("runs/toy/rope/log.jsonl"), time.monotonic() + 120
+    while not (log.is_file() and log.stat().st_size):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    return process
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_sweep_in_good_order(toy: Path, signum: signal.Signals, code: int) -> None:
+    process = training(toy)
+    process.send_signal(signum)
+    errors = process.communicate(timeout=60)[1]
+    assert process.returncode == code
+    assert "Traceback" not in errors
+    assert list(Path("runs/toy/rope/checkpoints").glob("step-*"))

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -80,6 +84,13 @@ def test_from_samples_to_tables(here: Path, capsys: pytest.CaptureFixture[str]) 
     assert "change of answer NLL against p-RoPE" in capsys.readouterr().out
 
 
+def test_a_run_without_floors_is_not_read_by_a_forgetting_cache(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    ask = ["ruler", "eval", "runs/p-rope+gape", "--data", "samples", "--tasks", "vt", *EVAL]
+    assert gape_exits(*ask, "--forget-eps", "1e-3") == 2
+    assert "gate_floor" in capsys.readouterr().err
+    assert not Path("runs/p-rope+gape/ruler.jsonl").exists()
+
+
 def test_a_run_that_forgets_is_a_variant_of_itself(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     floor = ["model.position=p-rope+gape", "model.options.gate_floor=48.0"]
     assert gape_exits("lm", "train", "lm/toy", "data=books/corpus", *TRAIN, *floor, "--out", "floored") == 0
@@ -149,6 +160,35 @@ def test_stopped_it_goes_on(here: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert Path("parts/ruler.jsonl").read_bytes() == Path("whole/ruler.jsonl").read_bytes()
 
 
+def written() -> int:
+    """Bytes of the samples that are scored."""
+    return sum(path.stat().st_size for path in Path("parts").rglob("samples.jsonl"))
+
+
+@pytest.mark.slow
+def test_killed_at_ten_moments_the_table_is_the_same(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = ["ruler", "eval", "runs/p-rope", "--data", "samples", *EVAL]
+    assert gape_exits(*run, "--out", "whole") == 0
+    whole = capsys.readouterr().out
+    command = [sys.executable, "-m", "gape", *run, "--out", "parts"]
+    draw = random.Random(0)
+    for _ in range(10):
+        before = written()
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 60
+        while written() == before and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(draw.uniform(0, 0.05))
+        process.kill()
+        process.wait()
+        (path,) = Path("parts/ruler").glob("*/samples.jsonl")
+        # Also what a death in the middle of a line leaves, and work for the next time.
+        path.write_bytes(path.read_bytes()[: int(written() * draw.random())])
+        Path("parts/ruler.jsonl").unlink(missing_ok=True)
+    assert gape_exits(*run, "--out", "parts") == 0
+    assert capsys.readouterr().out == whole
+
+
 def test_samples_are_made_once(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["ruler", "generate", "--tokenizer", "bytes", "--lengths", "384,512", "--count", "3", "--out", "samples"]
     before = {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in Path("samples").glob("*.jsonl")}
@@ -200,3 +240,10 @@ def test_mistakes_end_with_two_before_any_work(
     assert gape_exits("ruler", *arguments, *device) == 2
     assert message in capsys.readouterr().err
     assert not Path("runs/p-rope/ruler").exists()
+
+
+def test_another_tokenizer_is_refused(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("tokenizers")
+    small.small_bpe(here / "bpe")
+    assert gape_exits("ruler", "eval", "runs/p-rope", "--data", "samples", "--tokenizer", "bpe", *EVAL) == 2
+    assert "tokenizer: got str 'bpe', expected bytes, the tokenizer that runs/p-rope" in capsys.readouterr().err

@@ -30,6 +30,14 @@ def test_every_scheme_gives_the_loss_and_gradient_of_one_process(tmp_path, count
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("count", "jobs"), [(2, "ddp,fsdp,cp2"), (4, "ddp,fsdp,cp4"), (4, "ddp-cp2,fsdp-cp2")])
+def test_twenty_steps_have_the_losses_of_one_process(tmp_path, count, jobs):
+    found = work(count, "long_run", tmp_path, jobs, timeout=580)
+    assert {name: gap for name, gap in found.items() if gap >= 1e-5} == {}
+
+
+@pytest.mark.slow
 def test_gates_stay_float32_and_are_whole_where_they_are_read_without_a_call(tmp_path):
     assert work(2, "gates_stay_exact", tmp_path) == {
         "qkv": "torch.bfloat16", "gates": "torch.float32", "reading": [4, 2], "sharded": False, "between": True,

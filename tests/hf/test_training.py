@@ -320,3 +320,15 @@ def test_load_adapter_refuses_adapters_without_gates(tmp_path):
     with pytest.raises(ValueError, match="holds no gates"):
         gape.hf.load_adapter(base, tmp_path / "gates")
     assert type(base).__name__ == "LlamaForCausalLM"
+
+
+def test_a_plain_trainer_with_parameter_groups_moves_gates_faster(tmp_path):
+    moved = {}
+    for rate in (1.0, 10.0):
+        model = gape.hf.inject(tiny("llama"), context_length=16)
+        trainer = trainer_of(model, tmp_path, max_steps=2)
+        trainer.optimizer = torch.optim.AdamW(gape.hf.parameter_groups(model, lr=1e-3, gate_rate=rate))
+        trainer.train()
+        moved[rate] = float(model.model.layers[0].self_attn.gape.strength.detach().abs().mean())
+    # Adam moves a parameter by about its rate, whatever the gradient.
+    assert moved[10.0] == pytest.approx(10 * moved[1.0], rel=0.1)

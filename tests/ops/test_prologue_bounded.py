@@ -113,14 +113,14 @@ def test_angles_may_be_in_half_precision_and_wider() -> None:
     scheme = layer("rope")
     q, k = projected(scheme, 40, torch.float16)
     half = [x.half() for x in angles(scheme, 40)]
-    given = {"reading": scheme.reading(q.device), "scale": SCALE, "eps": 0.0}
-    want = prologue.projected_attention(q, k, k, tuple(x.float() for x in half), **given)
-    got = prologue.projected_attention(q, k, k, tuple(torch.cat([x, x], -1) for x in half), **given)
+    options = {"reading": scheme.reading(q.device), "scale": SCALE, "eps": 0.0}
+    want = prologue.projected_attention(q, k, k, tuple(x.float() for x in half), **options)
+    got = prologue.projected_attention(q, k, k, tuple(torch.cat([x, x], -1) for x in half), **options)
     assert torch.equal(got.out, want.out)
     with pytest.raises(ValueError, match="cosines"):
-        prologue.projected_attention(q, k, k, tuple(x[:30] for x in half), **given)
+        prologue.projected_attention(q, k, k, tuple(x[:30] for x in half), **options)
     with pytest.raises(ValueError, match="sines"):
-        prologue.projected_attention(q, k, k, (half[0], half[1].float()), **given)
+        prologue.projected_attention(q, k, k, (half[0], half[1].float()), **options)
 
 
 @torch.no_grad()

@@ -63,22 +63,22 @@ class EvictionRule:
     partial: bool = False
 
     def __post_init__(self) -> None:
-        if len(given := self._given()) != 1:
-            raise ValueError(f"eps, max_keys, max_bytes: got {', '.join(given) or 'none'}, expected exactly one")
+        if len(limits := self._limits()) != 1:
+            raise ValueError(f"eps, max_keys, max_bytes: got {', '.join(limits) or 'none'}, expected exactly one")
         if self.eps is None:
-            whole(*next(iter(given.items())), 128)
+            whole(*next(iter(limits.items())), 128)
         elif not 0 < finite("eps", self.eps, "a number above 0 and below 1") < 1:
             raise invalid_argument("eps", self.eps, "a number above 0 and below 1")
         flag("partial", self.partial)
         if self.bounds not in BOUNDS:
             raise invalid_argument("bounds", self.bounds, f"one of {BOUNDS}")
 
-    def _given(self) -> dict[str, Any]:
+    def _limits(self) -> dict[str, Any]:
         limits = {"eps": self.eps, "max_keys": self.max_keys, "max_bytes": self.max_bytes}
         return {name: value for name, value in limits.items() if value is not None}
 
     def __str__(self) -> str:
-        ((name, value),) = self._given().items()
+        ((name, value),) = self._limits().items()
         return f"{name} = {value:,}, bounds by {self.bounds}"
 
 

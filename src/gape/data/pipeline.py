@@ -208,8 +208,8 @@ def _check_counts(config: PrepareConfig, counts: Counts, *, final: bool) -> None
         raise ValueError(f"inputs: no documents among the records: {read}")
     if bad > limit:
         first = "; ".join(f"{name}, line {number}: {reason}" for name, number, reason in counts.bad_records[:5])
-        found = f"{bad} of {counts.read} records are bad or empty"
-        raise ValueError(f"max_bad: {found}, expected at most {config.max_bad}: {first}")
+        share = f"{bad} of {counts.read} records are bad or empty"
+        raise ValueError(f"max_bad: {share}, expected at most {config.max_bad}: {first}")
 
 
 def _store(job: Job, parts: Parts, counts: Counts, source: int, record: Record, ids: list[int]) -> bool:

@@ -366,7 +366,7 @@ class Job:
         reader = self._original()
         if self.device.type == "cuda":
             own_answers.capture_steps(reader, self.native)
-        rows = own_answers.kept(reader, seed=settings.seed, tokens=settings.update_tokens)
+        rows = own_answers.prompts_with_answers(reader, seed=settings.seed, tokens=settings.update_tokens)
         files.replace(path, json.dumps(rows).encode())
 
     def _clear(self) -> None:

@@ -32,7 +32,7 @@ def short_prompts() -> list[str]:
     return [line for line in text.splitlines() if line]
 
 
-def kept(reader: TransformersReader, *, seed: int, tokens: int) -> list[list[int]]:
+def prompts_with_answers(reader: TransformersReader, *, seed: int, tokens: int) -> list[list[int]]:
     """Prompts with a model's own answers, as ids, to tune on so that it stays what it was.
 
     Args:

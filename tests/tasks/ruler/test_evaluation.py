@@ -85,6 +85,17 @@ def test_what_is_done_is_not_done_again(reader: GPTReader, items: list[Prepared]
     assert len(score(reader, items, tmp_path / "out")) == 7
 
 
+def test_a_stop_keeps_what_was_scored(reader: GPTReader, items: list[Prepared], tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done > 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        score(reader, items, tmp_path / "out", progress=interrupt)
+    done = len((tmp_path / "out" / SAMPLES).read_text().splitlines())
+    assert 0 < done < 7
+
+
 def test_another_question_is_refused(reader: GPTReader, items: list[Prepared], tmp_path: Path) -> None:
     score(reader, items, tmp_path / "out")
     question = evaluation.question({"weights": "other"}, SOURCES, SETTINGS)
