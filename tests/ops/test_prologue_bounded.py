@@ -27,12 +27,12 @@ def prepared(scheme: Gated, q: Tensor, k: Tensor, width: int) -> dict[str, Tenso
     """What attention is given, rows brought into the order of the steps. What is never written is not a number."""
     q, k = (prologue.spread(x, width) for x in (q, k))
     turns, reading = angles(scheme, q.size(2)), scheme.reading(q.device)
-    columns, by_head = (None, False) if turns is None else (turns[0].size(-1), len(turns) == 3)
+    turned = None if turns is None else (turns[0].size(-1), len(turns) == 3, 0)
     stretches, tile = (LOG2E / scheme.context_length, SCALE * LOG2E * SLACK, SLACK), tiles_for(q, k, "fwd", skip=True)
-    shapes, launch = bounded_launch(q, k, columns, by_head, scheme.head_dim, stretches, tile["BLOCK_N"])
+    shapes, launch = bounded_launch(q, k, turned, scheme.head_dim, stretches, tile["BLOCK_N"])
     rows = [torch.full(x.shape, torch.nan, dtype=x.dtype, device=DEVICE) for x in (q, k)]
     numbers = [torch.full(shape, torch.nan, device=DEVICE) for shape in shapes]
-    launch(q, k, *bounded_tables(q, turns, reading), *rows, *numbers)
+    launch(q, k, *bounded_tables(q, prologue.tables_of(turns), reading), *rows, *numbers)
     low, edge = scheme.head_dim // 2, width // 2
     order = [*range(low), *range(edge, edge + low)]
     for x in rows:
@@ -121,6 +121,25 @@ def test_angles_may_be_in_half_precision_and_wider() -> None:
         prologue.projected_attention(q, k, k, tuple(x[:30] for x in half), **options)
     with pytest.raises(ValueError, match="sines"):
         prologue.projected_attention(q, k, k, (half[0], half[1].float()), **options)
+
+
+@pytest.mark.parametrize("base", ["rope", "mixed"])
+@torch.no_grad()
+def test_samples_may_have_angles_of_their_own(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As two texts that begin at different positions have them; also where a launch takes one sample at a time."""
+    scheme = layer(base)
+    q, k = projected(scheme, 40, torch.float16)
+    reading, options = scheme.reading(q.device), {"scale": SCALE, "eps": 0.1}
+    where, each = torch.stack([torch.arange(40), torch.arange(7, 47)]).to(DEVICE), []
+    for row, place in enumerate(where):
+        alone = (x[row : row + 1] for x in (q, k, k))
+        each.append(prologue.projected_attention(*alone, scheme.base.angles(place), reading, **options))
+    for most in (65_535, scheme.n_heads):
+        monkeypatch.setattr("gape.ops.triton.custom_ops.MOST_PROGRAMS", most)
+        got = prologue.projected_attention(q, k, k, scheme.base.angles(where), reading, **options)
+        for name in ("out", "q", "k", "base_2_lse"):
+            want = torch.cat([getattr(one, name) for one in each])
+            torch.testing.assert_close(getattr(got, name), want, rtol=0, atol=0, msg=name)
 
 
 @torch.no_grad()

@@ -23,6 +23,7 @@ from torch import Tensor
 from gape.cache.bounds import Limits
 from gape.cache.pages import PagedStorage
 from gape.ops.paged import PAGE
+from gape.ops.query_range import measure_queries
 from gape.utils.validation import finite, flag, invalid_argument, whole
 
 if TYPE_CHECKING:
@@ -284,13 +285,7 @@ class Evictor:
 
     def include(self, layer: int, q: Tensor, k: Tensor, scale: float, real: Tensor | None) -> None:
         """Measure queries (B, Hq, n, D) with their own keys (B, Hk, n, D), where `real` (B, n) says so."""
-        reach, groups = scale * _norm(q), q.size(1) // k.size(1)
-        own = -scale * (q.to(reach.dtype) * k.to(reach.dtype).repeat_interleave(groups, dim=1)).sum(-1)
-        if real is not None:
-            reach, own = (x.masked_fill(~real[:, None], -torch.inf) for x in (reach, own))
-        largest = torch.stack([reach.amax((0, 2)), own.amax((0, 2))])
-        known = self._storage.query_range[layer]
-        torch.maximum(known, largest.to(known.dtype), out=known)
+        measure_queries(q, k, *self._storage.query_range[layer].unbind(), scale=scale, real=real)
 
     def _bounds(self) -> Bounds:
         """Bounds on the queries of all sequences, with room for rounding."""

@@ -119,7 +119,7 @@ class PagedLayer:
         if self._cache.capturing or (q.size(2) == 1 and real is None):
             fused = step is not None and prologue_runs(q, k, v, layout)
             return Run("pages", fused=fused, kernels=kernels, cached=True)
-        if step is not None and real is None and kernels and projects(q, k, v.to(layout.dtype), step):
+        if step is not None and real is None and kernels and projects(q, k, v.to(layout.dtype)):
             return Run("causal", fused=True, kernels=True, cached=cached)
         if not kernels and not cached:
             return Run("operator", fused=False, kernels=False, cached=False)
@@ -184,9 +184,8 @@ class PagedLayer:
         """Attend among new tokens and to the pages, and store the new keys."""
         cache = self._cache
         if run.fused and step is not None:
-            new = projected_attention(
-                q, k, v, step.angles, cache.reading(self.index), scale=self.spec.scale, eps=cache.skip_eps / 2
-            )
+            reading, eps = cache.reading(self.index), self._own_eps(q.size(2))
+            new = projected_attention(q, k, v, step.angles, reading, scale=self.spec.scale, eps=eps)
             out = self._with_pages(new.q, new.rate, positions, new.out, new.lse) if run.cached else new.out
             self._store(new.q, new.k, v, new.exposure, positions, None)
             return out
@@ -213,8 +212,15 @@ class PagedLayer:
                 return attention(q, k, v, scale=spec.scale)
             ones = rate.new_ones(q.size(1))
             return gated_attention(q, k, v, rate, landmark, ones, context_length=1, scale=spec.scale, impl=spec.impl)
-        out, lse = causal_attention(q, k, v, rate, 1 - landmark, scale=spec.scale, eps=self._cache.skip_eps / 2)
+        out, lse = causal_attention(q, k, v, rate, 1 - landmark, scale=spec.scale, eps=self._own_eps(q.size(2)))
         return self._with_pages(q, rate, positions, out, lse) if run.cached else out
+
+    def _own_eps(self, n: int) -> float:
+        """What queries may lose to tiles that are skipped among n new tokens.
+
+        Floors are planned so that a head looks as far as the model was trained: within that, there is little to skip.
+        """
+        return self._cache.skip_eps / 2 if n > self.spec.context_length else 0.0
 
     def _with_pages(self, q: Tensor, rate: Tensor, positions: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         """The output of queries over the keys of pages too, from that over new ones and its log-sum-exp."""

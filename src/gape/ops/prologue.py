@@ -254,15 +254,13 @@ class Projected(NamedTuple):
         return self.base_2_rate * math.log(2)
 
 
-def projects(q: Tensor, k: Tensor, v: Tensor, step: Step) -> bool:
-    """Whether :func:`projected_attention` can run: half precision on a GPU, rows that share positions, no gradient."""
+def projects(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether :func:`projected_attention` can run: half precision on a GPU, and no gradient."""
     plain = type(q) is type(k) is type(v) is Tensor
     if not plain or torch.compiler.is_compiling() or learning(q, k, v):
         return False
-    # Two dimensions, and one more where heads rotate in several ways.
-    shared = step.positions.dim() == 1 and (step.angles is None or step.angles[0].dim() == len(step.angles))
     whole = whole_rows(q.size(-1), q.size(1), v.size(-1)) == q.size(-1)
-    return shared and whole and q.is_cuda and q.dtype == k.dtype == v.dtype and ready(q.device, q.dtype)
+    return whole and q.is_cuda and q.dtype == k.dtype == v.dtype and ready(q.device, q.dtype)
 
 
 def projected_attention(
@@ -273,10 +271,11 @@ def projected_attention(
     Args:
         q, k: as :func:`prologue` takes them, in rows of :func:`whole_rows`, with gaps of any size or none.
         v: (B, Hk, N, Dv).
-        angles, reading, scale: as :func:`prologue` takes them; angles may be in half precision too.
+        angles, reading, scale: as :func:`prologue` takes them. Angles may be in half precision too, and of each
+            sample: (B, N, pairs), or (R, B, N, pairs).
         eps: what a query may lose to tiles of keys that are skipped (`docs/results/proofs.md`); 0 skips nothing.
     """
-    _check(angles, q, k, reading, dtypes=(torch.float32, *HALVES))
+    _check(angles, q, k, reading, dtypes=(torch.float32, *HALVES), by_sample=True)
     from gape.ops.triton.attention import attend_projected  # noqa: PLC0415
 
     return Projected(*attend_projected(q, k, v, angles, reading, scale=scale, eps=eps)[:6])
@@ -337,7 +336,7 @@ def tables_of(angles: Angles | None) -> tuple[Tensor | None, Tensor | None, Tens
 
 def _check(
     angles: Angles | None, q: Tensor, k: Tensor, reading: GateReading | None,
-    *, dtypes: Sequence[torch.dtype] = (torch.float32,),
+    *, dtypes: Sequence[torch.dtype] = (torch.float32,), by_sample: bool = False,
 ) -> None:  # fmt: skip
     """Refuse angles that do not fit, which a scheme may make its own way: kernels read as much as they are told to."""
     if angles is None:
@@ -346,6 +345,8 @@ def _check(
     # Both may be padded, by as much.
     cos, sin, *rows = angles
     shape: tuple[int, ...] = (q.size(2), max(content // 2, cos.size(-1)))
+    if by_sample and cos.dim() == 3 + len(rows):
+        shape = (q.size(0), *shape)
     shape = (cos.size(0), *shape) if rows else shape
     for name, x in (("cosines", cos), ("sines", sin)):
         if x.dtype not in dtypes or x.dtype != cos.dtype or x.shape != shape or x.device != q.device:

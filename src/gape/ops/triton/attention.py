@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from gape.ops.inputs import Problem
-from gape.ops.prologue import PIECE, Angles, GateReading
+from gape.ops.prologue import PIECE, Angles, GateReading, tables_of
 from gape.ops.triton import attention_bwd, attention_fwd
 from gape.ops.triton.configs import tiles_for
 from gape.ops.triton.custom_ops import Launch, capped, in_parts, operator, traceable
@@ -75,23 +75,41 @@ def attend_projected(
     Without the operators around them, which take longer than the launches, and so without gradients. Norms are those of
     the rows that attention reads, stretched as in :func:`bounds`.
     """
-    rows = (side_by_side(q), side_by_side(k), _whole_pieces(v))
-    out, *others = in_parts(_attend_projected, rows, *q.shape[:2], constants=(angles, reading, scale, eps))
+    cos, sin, ways = tables_of(angles)
+    rows: tuple[Tensor | None, ...] = (side_by_side(q), side_by_side(k), _whole_pieces(v))
+    constants: tuple[Any, ...] = (ways, reading, scale, eps)
+    if cos is not None and sin is not None and _by_sample(cos, ways):
+        rows += (cos, sin) if ways is None else (cos.transpose(0, 1), sin.transpose(0, 1))
+    else:
+        constants = (cos, sin, *constants)
+    out, *others = in_parts(_attend_projected, rows, *q.shape[:2], constants=constants)
     return out if out.size(-1) == v.size(-1) else out[..., : v.size(-1)], *others
 
 
+def _by_sample(cos: Tensor | None, ways: Tensor | None) -> bool:
+    """Whether each sample has cosines of its own; `ways` says that heads rotate in several."""
+    return cos is not None and cos.dim() == (3 if ways is None else 4)
+
+
 def _attend_projected(
-    q: Tensor, k: Tensor, v: Tensor, angles: Angles | None, reading: GateReading, scale: float, eps: float
-) -> tuple[Tensor, ...]:
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor | None, sin: Tensor | None, ways: Tensor | None, reading: GateReading,
+    scale: float, eps: float,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """As :func:`attend_projected`; where samples have cosines of their own, their axis is the first."""
     forms = ((q.shape, q.stride()), (k.shape, k.stride()), (v.shape, v.stride()))
-    turned = () if angles is None else (angles[0].size(-1), len(angles) == 3, angles[0].dtype)
+    turned: tuple[Any, ...] = ()
+    if cos is not None:
+        turned = (cos.size(-1), ways is not None, cos[0].numel() if _by_sample(cos, ways) else 0, cos.dtype)
     plan = _plan(q.device, q.dtype, forms, turned, reading.gate_weight.size(-1), reading.context_length, scale, eps)
     rotated = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
     out = torch.empty(plan.out, dtype=q.dtype, device=q.device)
     room = torch.empty(plan.room, dtype=torch.float32, device=q.device)
-    c, u, reach, k_reach, u_least, places, lse, low, visited, earliest = (room.as_strided(*part) for part in plan.parts)
+    c, u, reach, k_reach, u_least, places, lse, low, visited, earliest = (
+        room if part is None else room.as_strided(*part) for part in plan.parts
+    )
     if out.numel():
-        plan.prologue(q, k, *bounded_tables(q, angles, reading), *rotated, c, u, reach, k_reach, u_least)
+        tables = bounded_tables(q, (cos, sin, ways), reading)
+        plan.prologue(q, k, *tables, *rotated, c, u, reach, k_reach, u_least)
         if plan.exposures is None:
             places = u
         else:
@@ -113,7 +131,7 @@ class _Plan(NamedTuple):
             them.
         out: shape of the output.
         room: float32 numbers that they need beside rows of heads.
-        parts: shape, strides and start in it of each tensor.
+        parts: shape, strides and start in it of each tensor; None for one that is neither written nor read.
     """
 
     prologue: Launch
@@ -122,7 +140,7 @@ class _Plan(NamedTuple):
     again: Launch
     out: torch.Size
     room: int
-    parts: list[tuple[tuple[int, ...], tuple[int, ...], int]]
+    parts: list[tuple[tuple[int, ...], tuple[int, ...], int] | None]
 
 
 @functools.lru_cache(maxsize=64)
@@ -133,14 +151,13 @@ def _plan(
     """The plan for q, k and v of these shapes and strides; `device` and the dtype of cosines tell plans apart.
 
     Args:
-        turned: columns of cosines, whether heads are turned in several ways, and their dtype; () turns nothing.
+        turned: as :func:`bounded_launch` takes it, and the dtype of cosines; () turns nothing.
         content: coordinates that gates read.
     """
     q, k, v = (torch.empty_strided(*form, dtype=dtype, device="meta") for form in forms)
-    columns, by_head = turned[:2] or (None, False)
     tile = tiles_for(q, v, "fwd", skip=True)["BLOCK_N"] if eps else 0
     stretches = (LOG2E / context_length, scale * LOG2E * SLACK, SLACK)
-    shapes, prologue = bounded_launch(q, k, columns, by_head, content, stretches, tile)
+    shapes, prologue = bounded_launch(q, k, turned[:3] or None, content, stretches, tile)
     numbers = [torch.empty(shape, device="meta") for shape in shapes]
     rotated_q, rotated_k = (torch.empty(x.shape, dtype=dtype, device="meta") for x in (q, k))
     grid, sizes, flags = _fwd_launch(rotated_q, rotated_k, v, CAUSAL, scale, eps)
@@ -148,9 +165,11 @@ def _plan(
     exposures = Launch(_exposures_kernel, *exposures_launch(u)) if flags["COPIES"] else None
     places = u.new_empty(*u.shape, 2 if exposures else 0)
     out, *outs = _blank(q, v, eps)
-    parts, room = [], 0
+    parts: list[Any] = []
+    room = 0
     for x in (*numbers, places, *outs):
-        parts.append((tuple(x.shape), x.stride(), room))
+        # Without skipping there are six of them, and to make a tensor takes as long as a third of a launch.
+        parts.append((tuple(x.shape), x.stride(), room) if x.numel() or x is outs[2] else None)
         # Each begins where loads of 128 bytes may begin.
         room += -(-x.numel() // 32) * 32
     attention = Launch(attention_fwd._fwd_kernel, grid, sizes, flags | {"AGAIN": False})

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from gape.ops.columns import significand_bits
-from gape.ops.prologue import Angles, GateReading, tables_of
+from gape.ops.prologue import GateReading
 from gape.ops.triton import prologue_kernels
 from gape.ops.triton.custom_ops import Launch, operator, traceable
 
@@ -121,14 +122,14 @@ prepare.register_autograd(_backward, setup_context=_setup)
 
 
 def bounded_launch(
-    q: Tensor, k: Tensor, angles: int | None, by_head: bool, content: int, stretches: tuple[float, ...], columns: int
+    q: Tensor, k: Tensor, turned: tuple[int, bool, int] | None, content: int, stretches: tuple[float, ...], columns: int
 ) -> tuple[list[tuple[int, ...]], Launch]:
     """Shapes of the numbers beside q and k that the bounded kernel writes, and its launch.
 
     Args:
         q, k: like those that are to come.
-        angles: columns of cosines; None turns nothing.
-        by_head: whether heads are turned in several ways.
+        turned: columns of cosines, whether heads are turned in several ways, and how many cosines each sample has of
+            its own, 0 where all have the same; None turns nothing.
         content: coordinates that gates read.
         stretches: times which amplitude · gate is the rate, and norms of q and of k are reaches.
         columns: keys of a tile that is judged, a power of two; 0 to measure nothing.
@@ -143,16 +144,17 @@ def bounded_launch(
     tile = tile._replace(tokens=tile.tokens * times, warps=tile.warps * times)
     tiles = _blocks(n, tile) if columns else 0
     sizes = ((q_heads, n), (k_heads, n), (q_heads, n if columns else 0), (k_heads, tiles), (k_heads, tiles))
+    angles, by_head, own = turned or (None, False, 0)
     flags = _flags(width, n, angles, by_head, content, tile) | {"BOUNDED": columns > 0}
     flags |= {"Q_HEADS": _heads(q_heads, tile), "K_HEADS": _heads(k_heads, tile)}
-    numbers = (*q.stride()[:3], *k.stride()[:3], q_heads, k_heads, n, *stretches)
+    numbers = (*q.stride()[:3], *k.stride()[:3], own, q_heads, k_heads, n, *stretches)
     launch = Launch(prologue_kernels._prologue_bounded_kernel, _grid(q.shape, k_heads, tile), numbers, flags)
     return [(batch, *size) for size in sizes], launch
 
 
-def bounded_tables(q: Tensor, angles: Angles | None, reading: GateReading) -> list[Tensor]:
-    """What the launch of :func:`bounded_launch` takes after q and k."""
-    return _given(q, (*tables_of(angles), *reading.parameters))
+def bounded_tables(q: Tensor, tables: Sequence[Tensor | None], reading: GateReading) -> list[Tensor]:
+    """What the launch of :func:`bounded_launch` takes after q and k, of cosines, sines and the way of each head."""
+    return _given(q, (*tables, *reading.parameters))
 
 
 def side_by_side(x: Tensor) -> Tensor:

@@ -262,7 +262,7 @@ def bound_heads(
 def _prologue_bounded_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, which_ptr,
     q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, k_weight_ptr, k_bias_ptr,
-    q_out_ptr, k_out_ptr, c_ptr, u_ptr, reach_ptr, k_reach_ptr, u_least_ptr, q_b, q_h, q_n, k_b, k_h, k_n,
+    q_out_ptr, k_out_ptr, c_ptr, u_ptr, reach_ptr, k_reach_ptr, u_least_ptr, q_b, q_h, q_n, k_b, k_h, k_n, cos_b,
     n_q_heads, n_k_heads, n, factor, q_stretch, k_stretch,
     ROTATED: tl.constexpr, BY_HEAD: tl.constexpr, BOUNDED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr,
     COLUMNS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr,
@@ -271,13 +271,15 @@ def _prologue_bounded_kernel(
     """q and k (B, H, N, W) → the same, contiguous: turned, zeros in the gaps; and beside them rates and exposures.
 
     BOUNDED: also the norms of the rows, stretched: each query's (B, Hq, N), the largest of each T keys, and beside that
-    their least exposure (B, Hk, blocks). factor: times which amplitude · g is the rate. Others as
-    `_prologue_fwd_kernel` has them.
+    their least exposure (B, Hk, blocks). cos_b: from a sample's cosines to the next one's. factor: times which
+    amplitude · g is the rate. Others as `_prologue_fwd_kernel` has them.
     """
     # Compilers hand a Python float over in float64, and all that it touches would be.
     factor, q_stretch = tl.cast(factor, tl.float32), tl.cast(q_stretch, tl.float32)
     k_stretch = tl.cast(k_stretch, tl.float32)
     block, head, of_queries = split_heads(n_q_heads, n_k_heads, Q_HEADS, K_HEADS)
+    cos_ptr += tl.program_id(1).to(tl.int64) * cos_b
+    sin_ptr += tl.program_id(1).to(tl.int64) * cos_b
     if of_queries:
         bound_heads(
             q_ptr, q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, q_out_ptr, c_ptr, reach_ptr, u_least_ptr,
