@@ -213,17 +213,24 @@ def gate_errors() -> str:
 
 
 def kernels(root: Path = ROOT) -> str:
-    """Milliseconds of attention with gates, and how many times those of others without a bias they are."""
-    sizes: dict[tuple[str, ...], dict[str, Row]] = {}
-    for row in load("kernels", root):
-        size = tuple(row[name] for name in ("batch", "heads", "kv_heads", "length", "dim"))
-        sizes.setdefault(size, {})[row["direction"]] = row
+    """Milliseconds of attention with gates, and how many times those of others without a bias they are.
+
+    Of each size the newest rows that were measured at one commit, in bfloat16 and both directions.
+    """
+    runs: dict[tuple[str, ...], dict[tuple[str, str], float]] = {}
+    for row in load("attention", root):
+        if (row["dtype"], row["gates"], float(row["eps"])) == ("bfloat16", "log-normal", 0.0):
+            run = tuple(row[name] for name in ("batch", "heads", "kv_heads", "length", "dim", "device", "commit"))
+            runs.setdefault(run, {})[row["impl"], row["direction"]] = float(row["ms"])
+    needed = {(impl, way) for impl in ("triton", "split", "sdpa-cudnn", "sdpa-flash") for way in ("forward", "both")}
+    newest = {run[:6]: (run[6], ms) for run, ms in runs.items() if needed <= ms.keys()}
     lines = []
-    for size, rows in sizes.items():
-        cells = [", ".join(f"{int(x):,}" for x in size)]
-        for direction in ("fwd", "both"):
-            ms, cudnn, flash = (float(rows[direction][name]) for name in ("ms", "cudnn_ms", "flash_ms"))
-            cells += [f"{ms:.3g}", f"{ms / cudnn:.2f}×", f"{ms / flash:.2f}×"]
-        lines.append(cells)
-    head = ["B, Hq, Hk, N, D", "forward", "over cuDNN", "over flash", "both", "over cuDNN", "over flash"]
+    for size, (commit, ms) in newest.items():
+        cells = [", ".join(f"{int(x):,}" for x in size[:5])]
+        for way in ("forward", "both"):
+            own, other, cudnn, flash = (ms[impl, way] for impl in ("triton", "split", "sdpa-cudnn", "sdpa-flash"))
+            cells += [f"{own:.3g}", f"{own / cudnn:.2f}×", f"{own / flash:.2f}×", f"{other / cudnn:.2f}×"]
+        lines.append([*cells, commit])
+    ways = ["triton, ms", "over cuDNN", "over flash", "split over cuDNN"]
+    head = ["B, Hq, Hk, N, D", *(f"{way}, {name}" for way in ("forward", "both") for name in ways), "commit"]
     return table(head, lines) if lines else "No rows yet.\n"
