@@ -18,7 +18,7 @@ pytest.importorskip("triton")
 from gape.ops.triton.attention import attend_projected
 from gape.ops.triton.configs import tiles_for
 from gape.ops.triton.prologue import bounded_launch, bounded_tables
-from gape.ops.triton.tiles import LOG2E, SLACK
+from gape.ops.triton.tiles import LOG2E, SLACK, with_places
 
 FLOORS = [0.0, 1.0, 2.0, 0.5]
 
@@ -29,7 +29,7 @@ def prepared(scheme: Gated, q: Tensor, k: Tensor, width: int) -> dict[str, Tenso
     turns, reading = angles(scheme, q.size(2)), scheme.reading(q.device)
     turned = None if turns is None else (turns[0].size(-1), len(turns) == 3, 0)
     stretches, tile = (LOG2E / scheme.context_length, SCALE * LOG2E * SLACK, SLACK), tiles_for(q, k, "fwd", skip=True)
-    shapes, launch = bounded_launch(q, k, turned, scheme.head_dim, stretches, tile["BLOCK_N"])
+    shapes, launch = bounded_launch(q, k, turned, scheme.head_dim, stretches, tile["BLOCK_N"], places=True)
     rows = [torch.full(x.shape, torch.nan, dtype=x.dtype, device=DEVICE) for x in (q, k)]
     numbers = [torch.full(shape, torch.nan, device=DEVICE) for shape in shapes]
     launch(q, k, *bounded_tables(q, prologue.tables_of(turns), reading), *rows, *numbers)
@@ -38,7 +38,7 @@ def prepared(scheme: Gated, q: Tensor, k: Tensor, width: int) -> dict[str, Tenso
     for x in rows:
         assert not x[..., [m for m in range(width) if m not in order]].any()
     given = [*(x[..., order] for x in rows), *numbers]
-    return dict(zip(("q", "k", "rate", "exposure", "reach", "k_reach", "u_least"), given, strict=True))
+    return dict(zip(("q", "k", "rate", "exposure", "places", "reach", "k_reach", "u_least"), given, strict=True))
 
 
 def by_steps(scheme: Gated, q: Tensor, k: Tensor) -> dict[str, Tensor]:
@@ -67,6 +67,7 @@ def test_makes_what_the_steps_make(base: str, n: int, heads: tuple[int, int], wi
     rate = want["amplitude"][:, None] * want["gate"] / scheme.context_length * LOG2E
     torch.testing.assert_close(got["rate"], rate, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(got["exposure"], 1 - want["landmark"], rtol=1e-5, atol=1e-6)
+    assert torch.equal(got["places"], with_places(got["exposure"]))
 
 
 @pytest.mark.parametrize(("n", "dtype"), [(1, torch.float16), (64, torch.bfloat16), (127, torch.float16)])

@@ -24,9 +24,7 @@ from gape.ops.triton.tiles import (
     LOG2E,
     SLACK,
     Layout,
-    _exposures_kernel,
     bounds,
-    exposures_launch,
     layout_of,
     strides_of,
     with_places,
@@ -104,18 +102,15 @@ def _attend_projected(
     rotated = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
     out = torch.empty(plan.out, dtype=q.dtype, device=q.device)
     room = torch.empty(plan.room, dtype=torch.float32, device=q.device)
-    c, u, reach, k_reach, u_least, places, lse, low, visited, earliest = (
+    c, u, places, reach, k_reach, u_least, lse, low, visited, earliest = (
         room if part is None else room.as_strided(*part) for part in plan.parts
     )
     if out.numel():
         tables = bounded_tables(q, (cos, sin, ways), reading)
-        plan.prologue(q, k, *tables, *rotated, c, u, reach, k_reach, u_least)
-        if plan.exposures is None:
-            places = u
-        else:
-            plan.exposures(u, places)
+        plan.prologue(q, k, *tables, *rotated, c, u, places, reach, k_reach, u_least)
+        exposures = places if plan.places else u
         tensors = (
-            *rotated, v, c, places, q, q, q, q, q, out, lse, reach, low, k_reach, u_least, visited,
+            *rotated, v, c, exposures, q, q, q, q, q, out, lse, reach, low, k_reach, u_least, visited,
             earliest.view(torch.int32),
         )  # fmt: skip
         plan.attention(*tensors)
@@ -127,17 +122,17 @@ class _Plan(NamedTuple):
     """How :func:`attend_projected` runs for tensors alike, as those of all layers of a model are.
 
     Attributes:
-        prologue, exposures, attention, again: the launches; None where attention reads exposures as the prologue writes
-            them.
+        prologue, attention, again: the launches.
+        places: whether attention reads exposures with places.
         out: shape of the output.
         room: float32 numbers that they need beside rows of heads.
         parts: shape, strides and start in it of each tensor; None for one that is neither written nor read.
     """
 
     prologue: Launch
-    exposures: Launch | None
     attention: Launch
     again: Launch
+    places: bool
     out: torch.Size
     room: int
     parts: list[tuple[tuple[int, ...], tuple[int, ...], int] | None]
@@ -157,24 +152,22 @@ def _plan(
     q, k, v = (torch.empty_strided(*form, dtype=dtype, device="meta") for form in forms)
     tile = tiles_for(q, v, "fwd", skip=True)["BLOCK_N"] if eps else 0
     stretches = (LOG2E / context_length, scale * LOG2E * SLACK, SLACK)
-    shapes, prologue = bounded_launch(q, k, turned[:3] or None, content, stretches, tile)
-    numbers = [torch.empty(shape, device="meta") for shape in shapes]
     rotated_q, rotated_k = (torch.empty(x.shape, dtype=dtype, device="meta") for x in (q, k))
     grid, sizes, flags = _fwd_launch(rotated_q, rotated_k, v, CAUSAL, scale, eps)
-    u = numbers[1]
-    exposures = Launch(_exposures_kernel, *exposures_launch(u)) if flags["COPIES"] else None
-    places = u.new_empty(*u.shape, 2 if exposures else 0)
+    places = flags["COPIES"] > 0
+    shapes, prologue = bounded_launch(q, k, turned[:3] or None, content, stretches, tile, places)
+    numbers = [torch.empty(shape, device="meta") for shape in shapes]
     out, *outs = _blank(q, v, eps)
     parts: list[Any] = []
     room = 0
-    for x in (*numbers, places, *outs):
-        # Without skipping there are six of them, and to make a tensor takes as long as a third of a launch.
+    for x in (*numbers, *outs):
+        # Without skipping there are five of them, and to make a tensor takes as long as a third of a launch.
         parts.append((tuple(x.shape), x.stride(), room) if x.numel() or x is outs[2] else None)
         # Each begins where loads of 128 bytes may begin.
         room += -(-x.numel() // 32) * 32
     attention = Launch(attention_fwd._fwd_kernel, grid, sizes, flags | {"AGAIN": False})
     again = Launch(attention_fwd._fwd_kernel, _grid_again(grid), sizes, flags | {"AGAIN": True})
-    return _Plan(prologue, exposures, attention, again, out.shape, room, parts)
+    return _Plan(prologue, attention, again, places, out.shape, room, parts)
 
 
 def _whole_pieces(x: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ def _launch_here(kernel: Any, grid: tuple[int, ...], arguments: tuple[Any, ...],
         _COMPILED[key] = kernel[grid](*arguments, **flags), constants
         return
     run, constants = compiled
-    run[(*grid, 1, 1)[:3]](*arguments, *constants)
+    run[(*grid, 1, 1)[:3]](*(x.data_ptr() if isinstance(x, Tensor) else x for x in arguments), *constants)
 
 
 class Launch:
@@ -189,12 +189,14 @@ class Launch:
                 self._run(tensors)
 
     def _run(self, tensors: tuple[Tensor, ...]) -> None:
-        addresses = [x.data_ptr() % 16 for x in tensors]
-        alignment = tuple(addresses) if any(addresses) else None
+        addresses = [x.data_ptr() for x in tensors]
+        misaligned = [x % 16 for x in addresses]
+        alignment = tuple(misaligned) if any(misaligned) else None
         compiled = self._compiled.get(alignment)
         if compiled is not None:
             run, rest = compiled
-            run(*tensors, *rest)
+            # Of a tensor Triton would ask the driver where it lies, which takes longer than all the rest.
+            run(*addresses, *rest)
             return
         kernel = self.kernel[self.grid](*tensors, *self.numbers, **self.flags)
         if isinstance(self.kernel, JITFunction):

@@ -122,7 +122,13 @@ prepare.register_autograd(_backward, setup_context=_setup)
 
 
 def bounded_launch(
-    q: Tensor, k: Tensor, turned: tuple[int, bool, int] | None, content: int, stretches: tuple[float, ...], columns: int
+    q: Tensor,
+    k: Tensor,
+    turned: tuple[int, bool, int] | None,
+    content: int,
+    stretches: tuple[float, ...],
+    columns: int,
+    places: bool,
 ) -> tuple[list[tuple[int, ...]], Launch]:
     """Shapes of the numbers beside q and k that the bounded kernel writes, and its launch.
 
@@ -133,19 +139,21 @@ def bounded_launch(
         content: coordinates that gates read.
         stretches: times which amplitude · gate is the rate, and norms of q and of k are reaches.
         columns: keys of a tile that is judged, a power of two; 0 to measure nothing.
+        places: whether to write exposures also as :func:`gape.ops.triton.tiles.with_places` does.
 
     The launch takes q, k, :func:`bounded_tables`, and what it writes, contiguous: q and k, turned, zeros in the gaps;
-    in float32 the rate (B, Hq, N) and the exposure (B, Hk, N), each query's reach (B, Hq, N), each tile's largest
-    (B, Hk, tiles) and its least exposure, these three empty where nothing is measured.
+    in float32 the rate (B, Hq, N) and the exposure (B, Hk, N), that with places (B, Hk, N, 2), each query's reach
+    (B, Hq, N), each tile's largest (B, Hk, tiles) and its least exposure, these empty where they are not wanted.
     """
     tile, (batch, q_heads, n, width), k_heads = TILES["bounded"], q.shape, k.size(1)
     # A tile of as many tokens as one of attention's keys, if not fewer than it has, leaves as much to each thread.
     times = max(1, columns // tile.tokens)
     tile = tile._replace(tokens=tile.tokens * times, warps=tile.warps * times)
     tiles = _blocks(n, tile) if columns else 0
-    sizes = ((q_heads, n), (k_heads, n), (q_heads, n if columns else 0), (k_heads, tiles), (k_heads, tiles))
+    sizes: tuple[tuple[int, ...], ...] = ((q_heads, n), (k_heads, n), (k_heads, n, 2 if places else 0))
+    sizes += ((q_heads, n if columns else 0), (k_heads, tiles), (k_heads, tiles))
     angles, by_head, own = turned or (None, False, 0)
-    flags = _flags(width, n, angles, by_head, content, tile) | {"BOUNDED": columns > 0}
+    flags = _flags(width, n, angles, by_head, content, tile) | {"BOUNDED": columns > 0, "PLACES": places}
     flags |= {"Q_HEADS": _heads(q_heads, tile), "K_HEADS": _heads(k_heads, tile)}
     numbers = (*q.stride()[:3], *k.stride()[:3], own, q_heads, k_heads, n, *stretches)
     launch = Launch(prologue_kernels._prologue_bounded_kernel, _grid(q.shape, k_heads, tile), numbers, flags)

@@ -29,6 +29,7 @@ from gape.ops.triton.split_bias import (
     steepest_rate,
     with_three,
 )
+from gape.ops.triton.tiles import SPAN
 
 
 @triton.jit
@@ -207,11 +208,11 @@ def row_norms(a, b, like):
 
 @triton.jit
 def bound_heads(
-    x_ptr, weight_ptr, bias_ptr, amplitude_ptr, floor_ptr, out_ptr, number_ptr, reach_ptr, least_ptr, x_b, x_h, x_n,
-    cos_ptr, sin_ptr, which_ptr, block, head, n_heads, n, factor, stretch,
-    QUERIES: tl.constexpr, ROTATED: tl.constexpr, BY_HEAD: tl.constexpr, BOUNDED: tl.constexpr, LOW: tl.constexpr,
-    EDGE: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr,
-    EVEN: tl.constexpr,
+    x_ptr, weight_ptr, bias_ptr, amplitude_ptr, floor_ptr, out_ptr, number_ptr, places_ptr, reach_ptr, least_ptr,
+    x_b, x_h, x_n, cos_ptr, sin_ptr, which_ptr, block, head, n_heads, n, factor, stretch,
+    QUERIES: tl.constexpr, ROTATED: tl.constexpr, BY_HEAD: tl.constexpr, BOUNDED: tl.constexpr, PLACES: tl.constexpr,
+    LOW: tl.constexpr, EDGE: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, T: tl.constexpr,
+    HALF: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """HEADS heads of x from `head` on, T tokens of block `block`."""
     start = block * T
@@ -246,6 +247,10 @@ def bound_heads(
         else:
             number = 1.0 - sigmoid(z)
         tl.store(number_ptr + (row + step) * n + start + tokens, number, mask=valid)
+        if PLACES and not QUERIES:
+            pair_ptr = places_ptr + ((row + step) * n + start + tokens) * 2
+            tl.store(pair_ptr, number, mask=valid)
+            tl.store(pair_ptr + 1, number * ((start + tokens) % SPAN).to(tl.float32), mask=valid)
         if BOUNDED:
             length = row_norms(a, b, out_ptr) * stretch
             if QUERIES:
@@ -262,17 +267,18 @@ def bound_heads(
 def _prologue_bounded_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, which_ptr,
     q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, k_weight_ptr, k_bias_ptr,
-    q_out_ptr, k_out_ptr, c_ptr, u_ptr, reach_ptr, k_reach_ptr, u_least_ptr, q_b, q_h, q_n, k_b, k_h, k_n, cos_b,
-    n_q_heads, n_k_heads, n, factor, q_stretch, k_stretch,
-    ROTATED: tl.constexpr, BY_HEAD: tl.constexpr, BOUNDED: tl.constexpr, LOW: tl.constexpr, EDGE: tl.constexpr,
-    COLUMNS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, T: tl.constexpr, HALF: tl.constexpr,
-    EVEN: tl.constexpr,
+    q_out_ptr, k_out_ptr, c_ptr, u_ptr, places_ptr, reach_ptr, k_reach_ptr, u_least_ptr,
+    q_b, q_h, q_n, k_b, k_h, k_n, cos_b, n_q_heads, n_k_heads, n, factor, q_stretch, k_stretch,
+    ROTATED: tl.constexpr, BY_HEAD: tl.constexpr, BOUNDED: tl.constexpr, PLACES: tl.constexpr, LOW: tl.constexpr,
+    EDGE: tl.constexpr, COLUMNS: tl.constexpr, Q_HEADS: tl.constexpr, K_HEADS: tl.constexpr, T: tl.constexpr,
+    HALF: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """q and k (B, H, N, W) → the same, contiguous: turned, zeros in the gaps; and beside them rates and exposures.
 
     BOUNDED: also the norms of the rows, stretched: each query's (B, Hq, N), the largest of each T keys, and beside that
-    their least exposure (B, Hk, blocks). cos_b: from a sample's cosines to the next one's. factor: times which
-    amplitude · g is the rate. Others as `_prologue_fwd_kernel` has them.
+    their least exposure (B, Hk, blocks). PLACES: also u and u · (j mod SPAN) side by side, (B, Hk, N, 2). cos_b: from a
+    sample's cosines to the next one's. factor: times which amplitude · g is the rate. Others as `_prologue_fwd_kernel`
+    has them.
     """
     # Compilers hand a Python float over in float64, and all that it touches would be.
     factor, q_stretch = tl.cast(factor, tl.float32), tl.cast(q_stretch, tl.float32)
@@ -282,15 +288,15 @@ def _prologue_bounded_kernel(
     sin_ptr += tl.program_id(1).to(tl.int64) * cos_b
     if of_queries:
         bound_heads(
-            q_ptr, q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, q_out_ptr, c_ptr, reach_ptr, u_least_ptr,
-            q_b, q_h, q_n, cos_ptr, sin_ptr, which_ptr, block, head, n_q_heads, n, factor, q_stretch,
-            True, ROTATED, BY_HEAD, BOUNDED, LOW, EDGE, COLUMNS, Q_HEADS, T, HALF, EVEN,
+            q_ptr, q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, q_out_ptr, c_ptr, places_ptr, reach_ptr,
+            u_least_ptr, q_b, q_h, q_n, cos_ptr, sin_ptr, which_ptr, block, head, n_q_heads, n, factor, q_stretch,
+            True, ROTATED, BY_HEAD, BOUNDED, PLACES, LOW, EDGE, COLUMNS, Q_HEADS, T, HALF, EVEN,
         )  # fmt: skip
     else:
         bound_heads(
-            k_ptr, k_weight_ptr, k_bias_ptr, amplitude_ptr, floor_ptr, k_out_ptr, u_ptr, k_reach_ptr, u_least_ptr,
-            k_b, k_h, k_n, cos_ptr, sin_ptr, which_ptr + n_q_heads, block, head, n_k_heads, n, factor, k_stretch,
-            False, ROTATED, BY_HEAD, BOUNDED, LOW, EDGE, COLUMNS, K_HEADS, T, HALF, EVEN,
+            k_ptr, k_weight_ptr, k_bias_ptr, amplitude_ptr, floor_ptr, k_out_ptr, u_ptr, places_ptr, k_reach_ptr,
+            u_least_ptr, k_b, k_h, k_n, cos_ptr, sin_ptr, which_ptr + n_q_heads, block, head, n_k_heads, n, factor,
+            k_stretch, False, ROTATED, BY_HEAD, BOUNDED, PLACES, LOW, EDGE, COLUMNS, K_HEADS, T, HALF, EVEN,
         )  # fmt: skip
 
 

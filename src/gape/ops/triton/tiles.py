@@ -474,17 +474,11 @@ def _exposures_kernel(u_ptr, out_ptr, n, BLOCK: tl.constexpr):
     tl.store(out_ptr + row * 2 + (keys * 2 + which), both, mask=keys < n - start)
 
 
-def exposures_launch(u: Tensor) -> tuple[tuple[int, int], tuple[int, ...], dict[str, int]]:
-    """Grid, numbers and flags of `_exposures_kernel` for exposures (B, H, N)."""
-    grid = (-(-u.size(2) // 512), u.size(0) * u.size(1))
-    return grid, (u.size(2),), {"BLOCK": 512, "num_warps": 4}
-
-
 def with_places(u: Tensor) -> Tensor:
     """Exposures (B, H, N) and what they are times local positions, as kernels of queries read them: (B, H, N, 2)."""
     out = torch.empty(*u.shape, 2, dtype=torch.float32, device=u.device)
-    grid, numbers, flags = exposures_launch(u)
-    traceable(_exposures_kernel)[grid](u.contiguous(), out, *numbers, **flags)
+    grid = (-(-u.size(2) // 512), u.size(0) * u.size(1))
+    traceable(_exposures_kernel)[grid](u.contiguous(), out, u.size(2), BLOCK=512, num_warps=4)
     return out
 
 
