@@ -72,6 +72,16 @@ def test_no_query_loses_more_than_eps(bounds: str, at_once: bool, monkeypatch: p
     assert max(each.error for each in judged) <= 2e-2 * max(float(w.calls[0][2].abs().max()) for w in witnesses)
 
 
+@torch.no_grad()
+def test_nothing_is_skipped_in_a_prompt_within_the_trained_length() -> None:
+    """Half of a query's attention may be lost, and in a longer prompt some is."""
+    gpt = on_gpu(dtype=torch.bfloat16, options={"gate_floor": 256.0, "init_landmark_bias": -6.0})
+    for n, alike in ((gpt.config.context_length, True), (16 * gpt.config.context_length, False)):
+        ids = tokens(2, n).to(DEVICE)
+        full, forgetting = (gpt(ids, cache=cache).logits for cache in (FullCache(gpt), ForgettingCache(gpt, eps=0.9)))
+        assert torch.equal(full, forgetting) == alike
+
+
 @pytest.mark.parametrize("budget", [{"max_keys": 128}, {"max_bytes": 1_000_000}])
 @torch.no_grad()
 def test_a_budget_holds_behind_every_call(budget: dict[str, int]) -> None:

@@ -71,6 +71,17 @@ def read(model: Any, cache: Any, ids: Tensor, mask: Tensor, *, last: int = NEW) 
     return torch.cat(logits, dim=1)
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3", "yarn", "gape"])
+@torch.no_grad()
+def test_prompts_of_a_batch_are_read_as_without_a_cache(name: str) -> None:
+    """Rows that begin at different positions, too, in one pass of their own angles."""
+    model, ids = loaded(name), tokens(3, PROMPT).cuda()
+    positions = torch.arange(PROMPT).cuda() + torch.tensor([[0], [7], [150]]).cuda()
+    expected = model(ids, position_ids=positions).logits.double()
+    actual = model(ids, position_ids=positions, past_key_values=FullCache(model)).logits.double()
+    assert float((actual - expected).abs().max()) <= 2**-4 * float(expected.abs().max())
+
+
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize(("batch", "padded"), [(1, False), (3, False), (3, True)])
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "smollm3", "phi3", "yarn", "gape"])
