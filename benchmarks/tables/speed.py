@@ -215,22 +215,32 @@ def gate_errors() -> str:
 def kernels(root: Path = ROOT) -> str:
     """Milliseconds of attention with gates, and how many times those of others without a bias they are.
 
-    Of each size the newest rows that were measured at one commit, in bfloat16 and both directions.
+    Of each size the newest rows that were measured at one commit, in bfloat16 and both directions. The last column is
+    the largest error of the output and of the gradients of q, k and v, over cuDNN's own.
     """
-    runs: dict[tuple[str, ...], dict[tuple[str, str], float]] = {}
+    runs: dict[tuple[str, ...], dict[tuple[str, str], Row]] = {}
     for row in load("attention", root):
         if (row["dtype"], row["gates"], float(row["eps"])) == ("bfloat16", "log-normal", 0.0):
             run = tuple(row[name] for name in ("batch", "heads", "kv_heads", "length", "dim", "device", "commit"))
-            runs.setdefault(run, {})[row["impl"], row["direction"]] = float(row["ms"])
+            runs.setdefault(run, {})[row["impl"], row["direction"]] = row
     needed = {(impl, way) for impl in ("triton", "split", "sdpa-cudnn", "sdpa-flash") for way in ("forward", "both")}
-    newest = {run[:6]: (run[6], ms) for run, ms in runs.items() if needed <= ms.keys()}
+    newest = {run[:6]: (run[6], rows) for run, rows in runs.items() if needed <= rows.keys()}
     lines = []
-    for size, (commit, ms) in newest.items():
+    for size, (commit, rows) in newest.items():
         cells = [", ".join(f"{int(x):,}" for x in size[:5])]
         for way in ("forward", "both"):
-            own, other, cudnn, flash = (ms[impl, way] for impl in ("triton", "split", "sdpa-cudnn", "sdpa-flash"))
+            own, other, cudnn, flash = (
+                float(rows[impl, way]["ms"]) for impl in ("triton", "split", "sdpa-cudnn", "sdpa-flash")
+            )
             cells += [f"{own:.3g}", f"{own / cudnn:.2f}×", f"{own / flash:.2f}×", f"{other / cudnn:.2f}×"]
-        lines.append([*cells, commit])
+        lines.append([*cells, _largest_error(rows["triton", "both"], rows["sdpa-cudnn", "both"]), commit])
     ways = ["triton, ms", "over cuDNN", "over flash", "split over cuDNN"]
-    head = ["B, Hq, Hk, N, D", *(f"{way}, {name}" for way in ("forward", "both") for name in ways), "commit"]
+    columns = [f"{way}, {name}" for way in ("forward", "both") for name in ways]
+    head = ["B, Hq, Hk, N, D", *columns, "triton's error over cuDNN's", "commit"]
     return table(head, lines) if lines else "No rows yet.\n"
+
+
+def _largest_error(own: Row, plain: Row) -> str:
+    """The largest error over plain attention's; empty where one was not measured."""
+    pairs = [(own[name], plain[name]) for name in ERRORS[:4]]
+    return f"{max(float(a) / float(b) for a, b in pairs):.2f}×" if all(a and b for a, b in pairs) else ""
