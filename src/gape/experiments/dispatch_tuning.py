@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import gape
-from gape.experiments.dispatch_rules import Row, rules
+from gape.experiments.dispatch_rules import GATE_GRADIENTS, Row, rules
 from gape.experiments.operator_calls import Shape, Work, against_float64, draw, operator
 from gape.ops import dispatch, limits
 from gape.utils import files, run_info
@@ -93,14 +93,20 @@ def _measure(
                 work = operator(draw(shape, getattr(torch, dtype), device), impl)
                 for direction in figures:
                     figures[direction] = _figures(work, device, seconds, backward=direction == "both")
-                forward, both = figures.values()
-                progress.log(f"{call}: {forward['ms']} ms forward, {both['ms']} ms forward and backward")
+                progress.log(f"{call}: {_line(*figures.values())}")
             except Exception as error:
                 # No memory, no backend, a kernel that does not compile: the other implementation has to do.
                 reason = (str(error).strip() or "no message").splitlines()[0]
                 progress.log(f"{call}: failed, {type(error).__name__}: {reason}")
             for direction, values in figures.items():
                 yield same | shape.row() | {"impl": impl, "direction": direction} | values
+
+
+def _line(forward: Row, both: Row) -> str:
+    """What was measured of a call, in words."""
+    gates = max(float(both[name]) for name in GATE_GRADIENTS)
+    times = f"{forward['ms']} ms forward, {both['ms']} ms forward and backward"
+    return f"{times}; error {forward['error']}, of gate gradients {gates:.3g}"
 
 
 def _figures(work: Work, device: torch.device, seconds: float, *, backward: bool) -> Row:
