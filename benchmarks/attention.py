@@ -31,12 +31,14 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 import cases
 import common
 import gape
-from cases import CONTEXT_LENGTH, GATES, Arguments, Shape, Work
+from cases import GATES
 from common import UnavailableError, number
 from gape.cli.options import Device, Dim, DType, Heads, KVHeads
+from gape.experiments import operator_calls as calls
+from gape.experiments.operator_calls import CONTEXT_LENGTH, Arguments, Shape, Work
 from gape.ops import available_implementations, columns
+from gape.utils.timing import measure_time
 from gape.utils.validation import invalid_argument, weight, whole
-from timing import measure_time
 
 Builder = Callable[[Arguments, float], Work]
 
@@ -45,7 +47,7 @@ TILE = 128
 
 
 def _operator(impl: str) -> Builder:
-    return lambda arguments, eps: cases.operator(arguments, impl, eps)
+    return lambda arguments, eps: calls.operator(arguments, impl, eps)
 
 
 def _plain(backend: SDPBackend) -> Builder:
@@ -58,7 +60,7 @@ def _split_kept(arguments: Arguments, eps: float) -> Work:
         raise UnavailableError(f"head dim {dim} leaves nothing beside {columns.COLUMNS} coordinates")
     content = {name: arguments[name][..., : dim - columns.COLUMNS].contiguous() for name in "qk"}
     scale = dim**-0.5
-    forward = partial(cases.attended, scale=scale, impl="split")
+    forward = partial(calls.attended, scale=scale, impl="split")
     return Work(leaves=arguments | content, forward=forward, scale=scale)
 
 
@@ -217,7 +219,7 @@ def parse_shapes(text: str | None) -> list[Shape]:
 def measure(settings: Settings, stamp: common.Row, log: Callable[[str], None]) -> Iterator[common.Row]:
     """Rows as they come; `log` is called with the reason where a candidate gives none."""
     for shape in settings.cases():
-        arguments = cases.draw(shape, settings.gates, settings.torch_dtype, settings.device)
+        arguments = calls.draw(shape, settings.torch_dtype, settings.device, GATES[settings.gates])
         for impl in settings.impls:
             with common.isolate(impl, shape.length, log):
                 work = CANDIDATES[impl](arguments, settings.eps)
@@ -232,7 +234,7 @@ def _one(settings: Settings, shape: Shape, impl: str, work: Work, direction: str
     backward = direction == "both"
     timing = measure_time(work.step(backward=backward), settings.device, seconds=settings.seconds)
     operations = flops(shape) * (BOTH if backward else 1)
-    errors = cases.against_float64(work, backward=backward) if settings.errors else {}
+    errors = calls.against_float64(work, backward=backward) if settings.errors else {}
     figures = {
         "gates": settings.gates,
         "impl": impl,

@@ -1,6 +1,4 @@
-"""What benchmarks run: random arguments of the operator, candidates, and their errors against float64.
-
-Arguments are never zeros. Gates are of the kinds that matter for speed:
+"""What benchmarks run beside `gape.experiments.operator_calls`: kinds of gates that matter for speed, plain attention.
 
 log-normal     Γg log-normal with median 1, landmarks uniform over [0, 1]
 contracting    one rate for all, such that the bound on forgotten keys ends at 2,000 tokens; no landmarks
@@ -8,29 +6,20 @@ landmarks      the same with 1% of the keys, scattered, as full landmarks
 trained        drawn like those of a trained model: Γg log-normal with medians from 0.1 to 9 over the heads,
                landmarks with median 0.2 and 99th percentile 0.5, ‖q‖‖k‖·scale up to 30
 trained-floor  the same with a floor of 4 under Γg
-
-Errors are those of a sample of the queries. An output row needs its own query and all keys, so a few rows can be
-recomputed exactly at lengths where the whole cannot. Gradients of keys and values need all queries, unless only the
-sampled ones have a cotangent: so they do here.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-import gape
 from common import UnavailableError
-
-#: Training length T of all benchmarks.
-CONTEXT_LENGTH = 1024.0
+from gape.experiments.operator_calls import CONTEXT_LENGTH, Arguments, Gates, Shape, Work, log_normal, normal_like
 
 #: Tokens after which contracting gates have forgotten, by the bound.
 HORIZON = 2000
@@ -38,58 +27,10 @@ HORIZON = 2000
 #: Dropped weight that the horizon of contracting gates is made for.
 HORIZON_EPS = 1e-4
 
-#: Queries whose errors are measured.
-QUERIES = 128
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of a call: q (batch, heads, queries, dim), k and v (batch, kv_heads, length, dim)."""
-
-    batch: int
-    heads: int
-    kv_heads: int
-    length: int
-    dim: int
-    queries: int | None = None
-
-    @property
-    def n_q(self) -> int:
-        """Queries, the last of the keys; all of them by default."""
-        return self.length if self.queries is None else self.queries
-
-    def row(self) -> dict[str, str]:
-        """The sizes as rows have them."""
-        return {name: str(getattr(self, name)) for name in ("batch", "heads", "kv_heads", "length", "dim")}
-
-
-Arguments = dict[str, Tensor]
-
-
-def draw(shape: Shape, gates: str, dtype: torch.dtype, device: torch.device) -> Arguments:
-    """q, k, v in `dtype` and gate, landmark, amplitude in float32, as `gape.gated_attention` takes them."""
-    g = torch.Generator(device).manual_seed(0)
-
-    def normal(*size: int) -> Tensor:
-        return torch.randn(size, generator=g, device=device)
-
-    arguments = {
-        "q": normal(shape.batch, shape.heads, shape.n_q, shape.dim),
-        "k": normal(shape.batch, shape.kv_heads, shape.length, shape.dim),
-        "v": normal(shape.batch, shape.kv_heads, shape.length, shape.dim),
-    }
-    arguments |= GATES[gates](shape, arguments["q"], arguments["k"], g)
-    arguments["amplitude"] = torch.ones(shape.heads, device=device)
-    return {name: x.to(dtype) if name in "qkv" else x for name, x in arguments.items()}
-
 
 def largest_logit(q: Tensor, k: Tensor) -> float:
     """S_max, the largest ‖q‖‖k‖·scale of any pair."""
     return float(q.norm(dim=-1).max() * k.norm(dim=-1).max() * q.size(-1) ** -0.5)
-
-
-def _log_normal(shape: Shape, q: Tensor, k: Tensor, g: torch.Generator) -> Arguments:
-    return {"gate": _normal(q, g).exp(), "landmark": torch.rand(k.shape[:3], generator=g, device=k.device)}
 
 
 def _contracting(shape: Shape, q: Tensor, k: Tensor, g: torch.Generator) -> Arguments:
@@ -107,10 +48,10 @@ def _trained(shape: Shape, q: Tensor, k: Tensor, g: torch.Generator, floor: floa
     medians = torch.logspace(-1, math.log10(9), shape.heads, device=q.device)[:, None]
     # Logits of median 0.2, with 0.5 at the 99th percentile.
     logit = math.log(0.2 / 0.8)
-    landmark = torch.sigmoid(logit + _normal(k, g) * (-logit / 2.326))
+    landmark = torch.sigmoid(logit + normal_like(k, g) * (-logit / 2.326))
     return {
         "q": q * (30 / largest_logit(q, k)),
-        "gate": floor + medians * _normal(q, g).exp(),
+        "gate": floor + medians * normal_like(q, g).exp(),
         "landmark": landmark,
     }
 
@@ -119,60 +60,14 @@ def _trained_floor(shape: Shape, q: Tensor, k: Tensor, g: torch.Generator) -> Ar
     return _trained(shape, q, k, g, floor=4.0)
 
 
-def _normal(like: Tensor, g: torch.Generator) -> Tensor:
-    """One normal number per head and token of (B, H, N, D)."""
-    return torch.randn(like.shape[:3], generator=g, device=like.device)
-
-
 #: Kinds of gates by name.
-GATES: dict[str, Callable[[Shape, Tensor, Tensor, torch.Generator], Arguments]] = {
-    "log-normal": _log_normal,
+GATES: dict[str, Gates] = {
+    "log-normal": log_normal,
     "contracting": _contracting,
     "landmarks": _landmarks,
     "trained": _trained,
     "trained-floor": _trained_floor,
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Work:
-    """One candidate, ready to run.
-
-    Attributes:
-        leaves: its inputs by name.
-        forward: the output from a dict like `leaves`.
-        scale: its softmax scale, None for that of q's width.
-        exact: whether the output is causal attention over leaves q, k, v, with the gates that are there.
-    """
-
-    leaves: Arguments
-    forward: Callable[[Arguments], Tensor]
-    scale: float | None = None
-    exact: bool = True
-
-    def step(self, *, backward: bool) -> Callable[[], object]:
-        """What is timed: the forward pass without a graph, or forward and backward to every leaf."""
-        if not backward:
-            plain = {name: x.detach() for name, x in self.leaves.items()}
-            return torch.no_grad()(lambda: self.forward(plain))
-        leaves = {name: x.detach().requires_grad_() for name, x in self.leaves.items()}
-        cotangent = torch.randn_like(self.forward(leaves))
-
-        def both() -> object:
-            return torch.autograd.grad(self.forward(leaves), list(leaves.values()), cotangent)
-
-        return both
-
-
-def attended(leaves: Arguments, **options: Any) -> Tensor:
-    """The operator's output over leaves; `options` are its keywords."""
-    arguments: dict[str, Any] = {**leaves, "context_length": CONTEXT_LENGTH, **options}
-    return gape.gated_attention(**arguments)
-
-
-def operator(arguments: Arguments, impl: str, eps: float = 0.0) -> Work:
-    """The gated operator by one implementation."""
-    return Work(leaves=arguments, forward=lambda leaves: attended(leaves, impl=impl, eps=eps))
 
 
 def plain(arguments: Arguments, backends: Sequence[SDPBackend], *, is_causal: bool) -> Work:
@@ -188,64 +83,3 @@ def plain(arguments: Arguments, backends: Sequence[SDPBackend], *, is_causal: bo
             )
 
     return Work(leaves={name: arguments[name] for name in "qkv"}, forward=forward)
-
-
-def relative(got: Tensor, exact: Tensor) -> float:
-    """Relative error in the Euclidean norm; infinite where something is not finite."""
-    distance = (got.double() - exact).norm() / exact.norm().clamp(min=1e-300)
-    return float(distance) if bool(distance.isfinite()) else float("inf")
-
-
-def against_float64(work: Work, *, backward: bool, queries: int = QUERIES) -> dict[str, float]:
-    """Errors by quantity: "error" of the output, and "dq" … "damplitude" of the gradients with `backward`.
-
-    The first sample and the query heads of the first key head are compared, at `queries` of the queries.
-    """
-    if not work.exact:
-        return {}
-    leaves = {name: x.detach().requires_grad_(backward) for name, x in work.leaves.items()}
-    groups = leaves["q"].size(1) // leaves["k"].size(1)
-    rows = sample(leaves["q"].size(2), queries).to(leaves["q"].device)
-    with torch.set_grad_enabled(backward):
-        out = work.forward(leaves)
-    sampled = torch.randn(groups, len(rows), out.size(-1), device=out.device).to(out.dtype)
-    cotangent = torch.zeros_like(out)
-    cotangent[0, :groups, rows] = sampled
-    part = {name: _first_group(name, x.detach(), groups, rows).requires_grad_(backward) for name, x in leaves.items()}
-    with torch.set_grad_enabled(backward):
-        exact = _exactly(part, rows, work, leaves["k"].size(2) - leaves["q"].size(2))
-    errors = {"error": relative(out.detach()[0, :groups, rows], exact.detach()[0])}
-    if backward:
-        grads = torch.autograd.grad(out, list(leaves.values()), cotangent)
-        exact_grads = torch.autograd.grad(exact, list(part.values()), sampled[None].double())
-        for name, grad, exact_grad in zip(leaves, grads, exact_grads, strict=True):
-            errors[f"d{name}"] = relative(_first_group(name, grad, groups, rows), exact_grad)
-    return errors
-
-
-def sample(n: int, count: int) -> Tensor:
-    """At most `count` of n rows in order, the last among them."""
-    if n <= count:
-        return torch.arange(n)
-    drawn = torch.randperm(n - 1, generator=torch.Generator().manual_seed(0))[: count - 1]
-    return torch.cat([drawn, torch.tensor([n - 1])]).sort().values
-
-
-def _first_group(name: str, x: Tensor, groups: int, rows: Tensor) -> Tensor:
-    """The part of an argument, or of its gradient, that the compared rows read, in float64."""
-    if name == "amplitude":
-        return x[:groups].double()
-    if name in ("q", "gate"):
-        return x[:1, :groups, rows].double()
-    return x[:1, :1].double()
-
-
-def _exactly(part: Arguments, rows: Tensor, work: Work, first: int) -> Tensor:
-    """The definition in float64; gates that a candidate does not have are zero."""
-    heads, n_k = part["q"].size(1), part["k"].size(2)
-    none = {
-        "gate": part["q"].new_zeros(part["q"].shape[:3]),
-        "landmark": part["q"].new_zeros(1, 1, n_k),
-        "amplitude": part["q"].new_ones(heads),
-    }
-    return attended(none | part, scale=work.scale, q_positions=rows + first, impl="reference")

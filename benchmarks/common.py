@@ -22,8 +22,8 @@ from gape.cli.options import INTS, NAMES, numbers
 from gape.experiments.experiment import pick_device
 from gape.utils import run_info
 from gape.utils.progress import Progress
+from gape.utils.timing import measure_time
 from gape.utils.validation import invalid_argument, positive_number, whole
-from timing import measure_time
 
 Row = dict[str, str]
 

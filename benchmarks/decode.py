@@ -25,11 +25,12 @@ from torch.nn.attention import SDPBackend
 
 import cases
 import common
-from cases import Arguments, Shape, Work
 from common import UnavailableError, number
 from gape.cli.options import Device, Dim, DType, Heads, KVHeads
+from gape.experiments import operator_calls as calls
+from gape.experiments.operator_calls import Arguments, Shape, Work
+from gape.utils.timing import measure_time
 from gape.utils.validation import whole
-from timing import measure_time
 
 FIELDS = (
     *common.STAMP, "impl", "dtype", "batch", "heads", "kv_heads", "queries", "length", "dim",
@@ -41,7 +42,7 @@ Builder = Callable[[Arguments], Work]
 
 
 def _operator(impl: str) -> Builder:
-    return partial(cases.operator, impl=impl)
+    return partial(calls.operator, impl=impl)
 
 
 def _sdpa(*backends: SDPBackend) -> Builder:
@@ -125,7 +126,7 @@ def measure(settings: Settings, stamp: common.Row, log: Callable[[str], None]) -
             batch=settings.batch, heads=settings.heads, kv_heads=settings.kv_heads, length=length, dim=settings.dim,
             queries=settings.queries,
         )  # fmt: skip
-        arguments = cases.draw(shape, "log-normal", settings.torch_dtype, settings.device)
+        arguments = calls.draw(shape, settings.torch_dtype, settings.device)
         times: dict[str, float] = {}
         for impl in settings.impls:
             with common.isolate(impl, length, log):
@@ -150,7 +151,7 @@ def _one(
         "copy_gbps": number(copied),
         "of_copy": number(gbps / copied, 3),
         "peak_mib": number(timing.peak_mib, 5),
-        "error": number(cases.against_float64(work, backward=False)["error"], 3),
+        "error": number(calls.against_float64(work, backward=False)["error"], 3),
         "of_sdpa": number(None if plain is None else timing.ms / plain),
     }
     return figures | shape.row()

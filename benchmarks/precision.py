@@ -17,11 +17,11 @@ import typer
 from torch import Tensor
 
 import common
-from cases import attended
-from cases import relative as error
 from common import DATA, Row
 from gape.cli.options import Device
 from gape.experiments.experiment import pick_device
+from gape.experiments.operator_calls import attended
+from gape.experiments.operator_calls import relative as error
 from gape.ops import attention
 from gape.utils import run_info
 from gape.utils.progress import Progress

@@ -15,7 +15,7 @@ import torch
 import cases
 import common
 from attention import CANDIDATES, FIELDS, flops
-from cases import Work
+from gape.experiments.operator_calls import CONTEXT_LENGTH, Shape, Work, against_float64, draw
 from gape.ops import dispatch
 from gape.ops.implementations import IMPLEMENTATIONS
 from tables import speed
@@ -23,7 +23,7 @@ from tests.cli.test_commands import exit_code
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
-SHAPE = cases.Shape(batch=1, heads=2, kv_heads=1, length=40, dim=16)
+SHAPE = Shape(batch=1, heads=2, kv_heads=1, length=40, dim=16)
 TINY = ["--device", "cpu", "--dtype", "float32", "--heads", "2", "--seconds", "0.001", "--trust"]
 
 
@@ -83,10 +83,10 @@ def test_decode() -> None:
 
 @pytest.mark.parametrize("gates", cases.GATES)
 def test_gates_are_of_their_kind_and_nothing_is_zero(gates: str) -> None:
-    shape = cases.Shape(batch=1, heads=4, kv_heads=4, length=4000, dim=8)
-    drawn = cases.draw(shape, gates, torch.float32, CPU)
+    shape = Shape(batch=1, heads=4, kv_heads=4, length=4000, dim=8)
+    drawn = draw(shape, torch.float32, CPU, cases.GATES[gates])
     assert all(x.any() for name, x in drawn.items() if name != "landmark")
-    rate = drawn["gate"] / cases.CONTEXT_LENGTH
+    rate = drawn["gate"] / CONTEXT_LENGTH
     largest = cases.largest_logit(drawn["q"], drawn["k"])
     if gates in ("contracting", "landmarks"):
         assert float(rate.min()) * cases.HORIZON == pytest.approx(2 * largest + 17.5, abs=0.01)
@@ -102,12 +102,12 @@ def test_gates_are_of_their_kind_and_nothing_is_zero(gates: str) -> None:
 
 def test_errors_are_those_of_the_whole() -> None:
     """A sample of the queries sees the same error as all of them do, and a wrong answer shows."""
-    work = CANDIDATES["split"](cases.draw(SHAPE, "log-normal", torch.float32, CPU), 0.0)
-    results = cases.against_float64(work, backward=True, queries=10)
+    work = CANDIDATES["split"](draw(SHAPE, torch.float32, CPU), 0.0)
+    results = against_float64(work, backward=True, queries=10)
     assert set(results) == {"error", "dq", "dk", "dv", "dgate", "dlandmark", "damplitude"}
     assert max(results.values()) < 1e-5
     wrong = Work(leaves=work.leaves, forward=lambda leaves: 1.01 * work.forward(leaves))
-    output = cases.against_float64(wrong, backward=True, queries=10)
+    output = against_float64(wrong, backward=True, queries=10)
     assert all(value == pytest.approx(0.01, rel=1e-2) for value in output.values())
 
 
@@ -237,7 +237,7 @@ def test_a_script_runs_from_a_clone() -> None:
 @pytest.mark.parametrize("name", ["flex-score-mod", "flex-causal"])
 def test_flex_attention_is_exact(name: str) -> None:
     """Grouped heads, and more than one tile of keys."""
-    shape = cases.Shape(batch=2, heads=4, kv_heads=2, length=300, dim=16)
-    work = CANDIDATES[name](cases.draw(shape, "log-normal", torch.float32, CPU), 0.0)
+    shape = Shape(batch=2, heads=4, kv_heads=2, length=300, dim=16)
+    work = CANDIDATES[name](draw(shape, torch.float32, CPU), 0.0)
     with torch.no_grad():
-        assert cases.against_float64(work, backward=False)["error"] < 1e-5
+        assert against_float64(work, backward=False)["error"] < 1e-5

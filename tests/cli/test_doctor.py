@@ -34,3 +34,8 @@ def test_says_what_runs(options: list[str], runs: str, capsys: pytest.CaptureFix
 def test_mistakes_end_with_two(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert gape_exits("doctor", "--device", "cpu", *options) == 2
     assert options[0].strip("-").replace("-", "_") in capsys.readouterr().err
+
+
+def test_tuning_wants_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert gape_exits("doctor", "--device", "cpu", "--tune") == 2
+    assert "--tune: " in capsys.readouterr().err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -104,10 +106,73 @@ def test_the_choice_can_be_compiled() -> None:
     assert torch.equal(torch.compile(chosen, backend="eager", fullgraph=True)(*tensors), 2 * case.gate)
 
 
-def test_the_library_has_a_table() -> None:
-    assert dispatch.load(dispatch.TABLE, implementations.IMPLEMENTATIONS) == implementations.RULES
+def test_a_table_is_read_as_it_is_written(tmp_path: Path) -> None:
+    table = (rule(), rule(impl="triton", gradient=True, length_at_least=16384, queries_at_most=16))
+    path = tmp_path / "table.toml"
+    path.write_text(dispatch.to_toml(table, "a test"), encoding="utf-8")
+    assert dispatch.load(path, implementations.IMPLEMENTATIONS) == table
+    path.write_text(dispatch.to_toml(table, "a test").replace("dim_at_most", "dim"), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^dim: .*table.toml"):
+        dispatch.load(path, implementations.IMPLEMENTATIONS)
+    path.write_text(dispatch.to_toml(table, "a test").replace("16384", '"many"'), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^length_at_least: .*int in .*table.toml"):
+        dispatch.load(path, implementations.IMPLEMENTATIONS)
+    with pytest.raises(ValueError, match=r"nowhere.toml"):
+        dispatch.load(tmp_path / "nowhere.toml", implementations.IMPLEMENTATIONS)
+    path.write_text(dispatch.to_toml([rule(impl="magic")], "a test"), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"^impl: .*magic"):
+        dispatch.load(path, implementations.IMPLEMENTATIONS)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The directory of the tables that were measured on this machine."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    dispatch.local_table(GPU).parent.mkdir()
+    return tmp_path / "gape"
+
+
+@pytest.mark.usefixtures("cache")
+def test_rules_of_this_machine_count_before_those_of_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    for gpu, impl in ((GPU, "rank2"), ("GeForce 1", "reference")):
+        text = dispatch.to_toml([rule(device=gpu, impl=impl)], "a test")
+        dispatch.local_table(gpu).write_text(text, encoding="utf-8")
+    tables = dispatch.read(implementations.IMPLEMENTATIONS)
+    monkeypatch.setattr(implementations, "RULES", (*tables.here, *tables.packaged))
+    chosen = {}
+    for gpu in (GPU, "GeForce 1", "GeForce 2"):
+        monkeypatch.setattr(implementations, "device_of", lambda problem, gpu=gpu: gpu)
+        chosen[gpu] = implementations.choose(problem())[0]
+    assert chosen == {GPU: "rank2", "GeForce 1": "reference", "GeForce 2": "split"}
+
+
+@pytest.mark.usefixtures("cache")
+def test_rules_of_the_library_count_where_another_gpu_was_measured() -> None:
+    dispatch.local_table("GeForce 1").write_text(dispatch.to_toml([rule(device="GeForce 1")], "a test"))
+    packaged = dispatch.load(dispatch.TABLE, implementations.IMPLEMENTATIONS)
+    assert packaged
+    assert dispatch.read(implementations.IMPLEMENTATIONS).packaged == packaged
+
+
+@pytest.mark.parametrize("content", [b"", b"[[rule", b"\xff", b"rule = 3", b"rule = [3]", b"[[rule]]\ndevice = 1"])
+def test_a_damaged_table_is_named_and_left_out(content: bytes, cache: Path) -> None:
+    dispatch.local_table("GeForce 1").write_bytes(content)
+    dispatch.local_table(GPU).write_text(dispatch.to_toml([rule()], "a test"), encoding="utf-8")
+    with pytest.warns(UserWarning, match=str(cache / "dispatch-geforce-1.toml")):
+        tables = dispatch.read(implementations.IMPLEMENTATIONS)
+    assert tables.here == (rule(),)
+
+
+def test_a_table_that_is_named_counts_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch.local_table(GPU).write_text(dispatch.to_toml([rule()], "a test"), encoding="utf-8")
+    other = cache / "other.toml"
+    other.write_text(dispatch.to_toml([rule(impl="rank2")], "a test"), encoding="utf-8")
+    monkeypatch.setenv("GAPE_DISPATCH", str(other))
+    assert dispatch.read(implementations.IMPLEMENTATIONS) == ((), (rule(impl="rank2"),))
 
 
 def test_training_beyond_the_anchors_takes_the_kernel_where_it_was_measured() -> None:
     far = problem(learns=True, n_q=2049, n_k=2049)
-    assert next(r for r in implementations.RULES if r.fits(far, 0.0, GPU)).impl == "triton"
+    table = dispatch.load(dispatch.TABLE, implementations.IMPLEMENTATIONS)
+    assert next(r for r in table if r.fits(far, 0.0, GPU)).impl == "triton"

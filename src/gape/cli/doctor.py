@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,6 +29,9 @@ def doctor(
     training: Annotated[
         bool, typer.Option("--training", help="With gradients, those of the gates among them.")
     ] = False,
+    tune: Annotated[
+        bool, typer.Option("--tune", help="Measure for minutes which kernel is the fastest on this GPU, and store it.")
+    ] = False,
 ) -> None:
     """Say what would run here for a model's shape, and why not the others."""
     import torch  # noqa: PLC0415
@@ -45,6 +49,9 @@ def doctor(
     if dtype not in ("bfloat16", "float16", "float32"):
         raise invalid_argument("dtype", dtype, "bfloat16, float16 or float32")
     target, kind = pick_device(device), getattr(torch, dtype)
+    if tune:
+        _tune(target)
+        return
     for name, value in surroundings(target).items():
         typer.echo(f"{name:12} {value}")
     shape = f"batch {batch}, {', '.join(f'{name} {value}' for name, value in sizes.items())}, {dtype}"
@@ -56,13 +63,29 @@ def doctor(
         _print_operator(sizes, 1, kind, target, training)
 
 
+def _tune(device: torch.device) -> None:
+    """Measure, and say where the table is; 1 where nothing could be measured."""
+    from gape.experiments import dispatch_tuning  # noqa: PLC0415
+    from gape.ops.dispatch import VARIABLE  # noqa: PLC0415
+    from gape.utils.validation import invalid_argument  # noqa: PLC0415
+
+    if device.type != "cuda":
+        raise invalid_argument("--tune", str(device), "a CUDA GPU, to measure kernels on")
+    path = dispatch_tuning.tune(device)
+    if path is None:
+        typer.echo("gape: nothing could be measured, nothing was written", err=True)
+        raise typer.Exit(1)
+    typer.echo(path)
+    if VARIABLE in os.environ:
+        typer.echo(f"gape: {VARIABLE} is set: its table counts, not this one", err=True)
+
+
 def surroundings(device: torch.device) -> dict[str, str]:
     """Versions and the device."""
     import torch  # noqa: PLC0415
 
     import gape  # noqa: PLC0415
     from gape.ops.columns import tf32_allowed  # noqa: PLC0415
-    from gape.ops.implementations import RULES  # noqa: PLC0415
     from gape.utils import run_info  # noqa: PLC0415
 
     stamp = run_info.stamp(device)
@@ -70,15 +93,26 @@ def surroundings(device: torch.device) -> dict[str, str]:
     versions |= {name: stamp[name] for name in ("torch", "triton", "device")}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        measured = any(rule.device == properties.name for rule in RULES)
         versions |= {
             "capability": f"{properties.major}.{properties.minor}",
             "memory": f"{properties.total_memory / 2**30:.0f} GiB",
             "cuDNN": str(torch.backends.cudnn.version()),  # type: ignore[no-untyped-call]
             "TF32": "allowed in float32 products" if tf32_allowed() else "off",
-            "kernels": "measured here" if measured else "triton and decode run, but were not tuned on this GPU",
+            "kernels": _measured(properties.name),
         }
     return versions
+
+
+def _measured(device: str) -> str:
+    """Which table has rules for a GPU."""
+    from gape.ops.dispatch import TABLE, VARIABLE, local_table  # noqa: PLC0415
+    from gape.ops.implementations import TABLES  # noqa: PLC0415
+
+    if any(rule.device == device for rule in TABLES.here):
+        return f"measured here: {local_table(device)}"
+    if any(rule.device == device for rule in TABLES.packaged):
+        return f"measured, as packaged: {os.environ.get(VARIABLE, TABLE)}"
+    return "not measured on this GPU: gape doctor --tune does it in minutes"
 
 
 def _print_operator(

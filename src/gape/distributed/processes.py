@@ -54,6 +54,20 @@ _current: list[_Processes] = []
 _calls = 0
 
 
+def take_gpu() -> None:
+    """Make this process's own GPU the current one, so that nothing is put on the first; a lone process keeps its own.
+
+    Raises:
+        ValueError: more processes on a machine than it has GPUs.
+    """
+    if launch.size() == 1 or not torch.cuda.is_available():
+        return
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        raise invalid_argument("nproc-per-node", local + 1, f"at most the {torch.cuda.device_count()} GPUs here")
+    torch.cuda.set_device(local)
+
+
 def connect() -> bool:
     """Join the process group of the job, on GPUs over NCCL and on CPUs over gloo; once, and not for a lone process.
 
@@ -62,13 +76,8 @@ def connect() -> bool:
     """
     if _current or launch.size() == 1:
         return False
-    backend = "gloo"
-    if torch.cuda.is_available():
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        if local >= torch.cuda.device_count():
-            raise invalid_argument("nproc-per-node", local + 1, f"at most the {torch.cuda.device_count()} GPUs here")
-        torch.cuda.set_device(local)
-        backend = "cpu:gloo,cuda:nccl"
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    take_gpu()
     try:
         store, own, count = next(_c10d.rendezvous("env://", timeout=TIMEOUT))
         dist.init_process_group(backend, store=store, rank=own, world_size=count, timeout=TIMEOUT)

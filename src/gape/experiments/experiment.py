@@ -169,8 +169,13 @@ def conditions(run: Run, device: torch.device) -> Record:
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name; "auto" is a GPU where there is one. A ValueError where it is not here."""
+    """The device of that name; "auto" is a GPU where there is one. A ValueError where it is not here.
+
+    "cuda" is a GPU of its own in each process of a job.
+    """
     device = _device(name)
+    if device.type == "cuda":
+        processes.take_gpu()
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:

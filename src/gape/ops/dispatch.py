@@ -1,22 +1,30 @@
-"""The measured table of `impl="auto"`: for which calls which implementation was the fastest that is exact.
+"""The measured tables of `impl="auto"`: for which calls which implementation was the fastest that is exact.
 
-The table is `dispatch.toml` beside this file; `benchmarks/dispatch.py` writes it from measured rows. A rule holds for
-the device it was measured on, by name, and for lengths from the shortest measured on.
+`dispatch.toml` beside this file comes with the library; `benchmarks/dispatch.py` writes it from measured rows. What
+`gape doctor --tune` measured on this machine is in the user's cache and counts first. A rule holds for the device it
+was measured on, by name, and for lengths from the shortest measured on.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import re
 import tomllib
-from collections.abc import Collection
+import warnings
+from collections.abc import Collection, Iterable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import get_type_hints
+from typing import NamedTuple, get_type_hints
 
 from gape.ops.inputs import Problem
 from gape.utils.validation import invalid_argument
 
 #: The table that comes with the library.
 TABLE = Path(__file__).with_name("dispatch.toml")
+
+#: The variable that names a table, which then counts alone.
+VARIABLE = "GAPE_DISPATCH"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +65,54 @@ class Rule:
         return same and meant and width <= self.dim_at_most and problem.visibility.n_k >= self.length_at_least
 
 
+class Tables(NamedTuple):
+    """The rules in use.
+
+    Attributes:
+        here: measured on this machine; they count first.
+        packaged: those that come with the library, or of the table that GAPE_DISPATCH names.
+    """
+
+    here: tuple[Rule, ...]
+    packaged: tuple[Rule, ...]
+
+
+def read(names: Collection[str]) -> Tables:
+    """The rules in use; a table of this machine that is damaged is left out with a warning.
+
+    Args:
+        names: implementations that a rule may have.
+
+    Raises:
+        ValueError: as :func:`load`, for the table that GAPE_DISPATCH names.
+    """
+    if VARIABLE in os.environ:
+        return Tables((), load(Path(os.environ[VARIABLE]), names))
+    here: list[Rule] = []
+    for path in sorted(_cache().glob("dispatch-*.toml")):
+        try:
+            rules = load(path, names)
+            if not rules:
+                raise ValueError(f"{path} has no rules")
+        except ValueError as error:
+            advice = "gape goes on without it; delete it, or let `gape doctor --tune` write it again"
+            warnings.warn(f"{error}; {advice}", stacklevel=2)
+        else:
+            here += rules
+    return Tables(tuple(here), load(TABLE, names))
+
+
+def local_table(device: str) -> Path:
+    """Where the rules that were measured on this machine's GPU of that name are, or would be."""
+    return _cache() / f"dispatch-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.toml"
+
+
+def _cache() -> Path:
+    # A user without a home has no table; Path.home() would raise.
+    home = os.path.expanduser("~/.cache")  # noqa: PTH111
+    return Path(os.environ.get("XDG_CACHE_HOME") or home) / "gape"
+
+
 def load(path: Path, names: Collection[str]) -> tuple[Rule, ...]:
     """The rules of a table.
 
@@ -70,8 +126,11 @@ def load(path: Path, names: Collection[str]) -> tuple[Rule, ...]:
     """
     try:
         entries = tomllib.loads(path.read_text(encoding="utf-8")).get("rule", [])
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"GAPE_DISPATCH: cannot read {path}, expected a table of rules: {error}") from error
+    # ValueErrors are of TOML and of UTF-8.
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}, expected a table of rules: {error}") from error
+    if not isinstance(entries, list) or not all(isinstance(entry, dict) for entry in entries):
+        raise invalid_argument("rule", entries, f"tables [[rule]] in {path}")
     types = get_type_hints(Rule)
     needed = {field.name for field in fields(Rule) if field.default is MISSING}
     for entry in entries:
@@ -84,3 +143,22 @@ def load(path: Path, names: Collection[str]) -> tuple[Rule, ...]:
         if entry["impl"] not in names:
             raise invalid_argument("impl", entry["impl"], f"one of {sorted(names)} in {path}")
     return tuple(Rule(**entry) for entry in entries)
+
+
+def to_toml(rules: Iterable[Rule], writer: str) -> str:
+    """A table as its file has it; `writer` is what made it."""
+    lines = [
+        f'# Which implementation impl="auto" runs, as measured; written by {writer}.',
+        "# The first rule that fits counts. Where none does, the portable choice of implementations.py runs.",
+    ]
+    for rule in rules:
+        lines += ["", "[[rule]]"]
+        lines += [f"{field.name} = {_toml(getattr(rule, field.name))}" for field in fields(Rule)]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    # A basic string of TOML is a string of JSON.
+    return json.dumps(value, ensure_ascii=False) if isinstance(value, str) else str(value)

@@ -1,16 +1,14 @@
 """The implementations of the operator, one record each, and the one place that chooses among them.
 
 The operator, layers, models of `transformers`, `gape.explain` and `gape doctor` all ask :func:`choose`, and layers that
-have not projected q and k yet ask :func:`choose_fused` before. Measured rules count first (`gape.ops.dispatch`), then
-what is right on every device. GAPE_DISPATCH names another table of rules.
+have not projected q and k yet ask :func:`choose_fused` before. Measured rules count first, those of this machine before
+those that come with the library (`gape.ops.dispatch`), then what is right on every device.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -183,7 +181,7 @@ def _not_best(implementation: Implementation, problem: Problem, measured: bool) 
     if remark is not None and not (measured and implementation.name == "split"):
         return remark
     # The table has winners only: who lost to them, and who never took part, the rows know.
-    return f"not measured {'as better ' if measured else ''}for this call here (benchmarks/attention.py)"
+    return "not measured as better for this call" if measured else "not measured for this call: gape doctor --tune"
 
 
 def _decodes(problem: Problem) -> bool:
@@ -283,5 +281,6 @@ IMPLEMENTATIONS: dict[str, Implementation] = {
     )
 }
 
-#: The measured rules in use.
-RULES = dispatch.load(Path(os.environ.get("GAPE_DISPATCH", dispatch.TABLE)), IMPLEMENTATIONS)
+#: The measured tables, read once, and their rules in the order in which they count.
+TABLES = dispatch.read(IMPLEMENTATIONS)
+RULES = (*TABLES.here, *TABLES.packaged)

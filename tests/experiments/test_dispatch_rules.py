@@ -2,32 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
-
-from dispatch import rules, written
-from gape.ops import dispatch
-from gape.ops.implementations import IMPLEMENTATIONS
-from tests.ops.test_dispatch import GPU, rule
-
-
-def test_a_table_is_read_as_it_is_written(tmp_path: Path) -> None:
-    table = (rule(), rule(impl="triton", gradient=True, length_at_least=16384, queries_at_most=16))
-    path = tmp_path / "table.toml"
-    path.write_text(written(table), encoding="utf-8")
-    assert dispatch.load(path, IMPLEMENTATIONS) == table
-    path.write_text(written(table).replace("dim_at_most", "dim"), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"^dim: .*table.toml"):
-        dispatch.load(path, IMPLEMENTATIONS)
-    path.write_text(written(table).replace("16384", '"many"'), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"^length_at_least: .*int in .*table.toml"):
-        dispatch.load(path, IMPLEMENTATIONS)
-    with pytest.raises(ValueError, match=r"^GAPE_DISPATCH: .*nowhere.toml"):
-        dispatch.load(tmp_path / "nowhere.toml", IMPLEMENTATIONS)
-    path.write_text(written([rule(impl="magic")]), encoding="utf-8")
-    with pytest.raises(ValueError, match=r"^impl: .*magic"):
-        dispatch.load(path, IMPLEMENTATIONS)
+from gape.experiments.dispatch_rules import rules
+from tests.ops.test_dispatch import GPU
 
 
 def row(impl: str, ms: float, length: int = 4096, **options: object) -> dict[str, str]:
@@ -69,6 +45,12 @@ def test_only_rows_of_the_same_sizes_are_compared() -> None:
 
 def test_without_plain_attention_the_most_exact_is_the_measure() -> None:
     assert [r.impl for r in rules([row("rank2", 0.5, error=0.1), row("split", 2.0)])] == ["split"]
+
+
+def test_what_failed_loses_to_what_ran() -> None:
+    failed = row("split", float("inf"), error="")
+    assert [r.impl for r in rules([failed, row("triton", 9.0)])] == ["triton"]
+    assert not rules([failed, row("triton", float("inf"), error="")])
 
 
 def test_equally_fast_ones_are_ranked_by_memory() -> None:
