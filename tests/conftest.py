@@ -3,6 +3,10 @@
 import functools
 import gc
 import os
+from pathlib import Path
+
+# What was measured on this machine decides nothing in tests.
+os.environ.setdefault("GAPE_DISPATCH", str(Path(__file__).parents[1] / "src" / "gape" / "ops" / "dispatch.toml"))
 
 # Some virtual CPUs advertise bfloat16 instructions and then die on them.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
