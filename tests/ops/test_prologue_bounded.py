@@ -109,6 +109,19 @@ def test_attends_and_skips_as_the_steps_do(n: int, value_dim: int, eps: float) -
 
 
 @torch.no_grad()
+def test_gates_may_be_in_half_precision() -> None:
+    """As those of a model are that was cast."""
+    scheme = layer("rope")
+    q, k = projected(scheme, 40, torch.float16)
+    reading, turns, options = scheme.reading(q.device), angles(scheme, 40), {"scale": SCALE, "eps": 0.0}
+    names = ("gate_weight", "gate_bias", "landmark_weight", "landmark_bias")
+    half = reading._replace(**{name: getattr(reading, name).half() for name in names})
+    full = reading._replace(**{name: getattr(half, name).float() for name in names})
+    got, want = (prologue.projected_attention(q, k, k, turns, x, **options).out for x in (half, full))
+    assert torch.equal(got, want)
+
+
+@torch.no_grad()
 def test_angles_may_be_in_half_precision_and_wider() -> None:
     """As models of transformers have them: as many as a head has coordinates, in the dtype of the model."""
     scheme = layer("rope")

@@ -254,35 +254,26 @@ class PagedLayer:
 def gate_readings(specs: Sequence[LayerSpec]) -> list[GateReading]:
     """What kernels read the gates of all layers by, in a few launches, and anew for every call: weights may change."""
     gates = [spec.gates for spec in specs]
-    queries, keys = _weights(gates, "gate", "n_heads"), _weights(gates, "landmark", "n_kv_heads")
     amplitude = F.softplus(torch.stack([x.raw_amplitude for x in gates]).float())
     strengths = [strength for x in gates if (strength := getattr(x, "strength", None)) is not None]
     if strengths:
         amplitude = amplitude * torch.stack(strengths).float().abs()
+    queries, keys = _weights(gates, "gate", "n_heads"), _weights(gates, "landmark", "n_kv_heads")
     return [
-        GateReading(
-            gate_weight=gate_weight, gate_bias=gate_bias, landmark_weight=landmark_weight, landmark_bias=landmark_bias,
-            amplitude=each, floor=spec.gates.floors(each.device), context_length=spec.context_length,
-        )
-        for spec, gate_weight, gate_bias, landmark_weight, landmark_bias, each in zip(
-            specs, *queries, *keys, amplitude.unbind(), strict=True
-        )
-    ]  # fmt: skip
+        GateReading(*query, *key, each, spec.gates.floors(each.device), spec.context_length)
+        for spec, query, key, each in zip(specs, queries, keys, amplitude.unbind(), strict=True)
+    ]
 
 
-def _weights(gates: Sequence[Any], name: str, heads: str) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-    """Weights (H, D) and biases (H,) of a gate in each layer, float32; one that is fixed has zeros and its number."""
+def _weights(gates: Sequence[Any], name: str, heads: str) -> list[tuple[Tensor, Tensor]]:
+    """Weights (H, D) and biases (H,) of a gate in each layer; one that is fixed has zeros and its number."""
     projections = [getattr(x, f"{name}_projection") for x in gates]
     fixed, like = [getattr(x, f"init_{name}_bias") for x in gates], gates[0]
     known: dict[float, tuple[Tensor, Tensor]] = {}
     if None in projections:
         zeros = like.raw_amplitude.new_zeros(getattr(like, heads), like.head_dim, dtype=torch.float32)
         known = {number: (zeros, zeros.new_full(zeros.shape[:1], number)) for number in set(fixed)}
-    each = [known[number] if x is None else (x.weight, x.bias) for x, number in zip(projections, fixed, strict=True)]
-    weights, biases = zip(*each, strict=True)
-    if all(x is None for x in projections):
-        return weights, biases
-    return torch.stack(weights).float().unbind(), torch.stack(biases).float().unbind()
+    return [known[number] if x is None else (x.weight, x.bias) for x, number in zip(projections, fixed, strict=True)]
 
 
 def _rolls(real: Tensor) -> tuple[Tensor, Tensor]:

@@ -33,15 +33,15 @@ PIECE = 16
 Angles = tuple[Tensor, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class GateReading:
-    """What reads the gates: a weight vector and a bias per head, in float32.
+class GateReading(NamedTuple):
+    """What reads the gates: a weight vector and a bias per head.
 
     Attributes:
-        gate_weight, gate_bias: (Hq, D) and (Hq,) of the query gate.
-        landmark_weight, landmark_bias: (Hk, D) and (Hk,) of the landmark.
-        amplitude: Γ, (Hq,).
-        floor: least gate, (Hq,).
+        gate_weight, gate_bias: (Hq, D) and (Hq,) of the query gate, in float32; for :func:`projected_attention` also in
+            half precision.
+        landmark_weight, landmark_bias: (Hk, D) and (Hk,) of the landmark, likewise.
+        amplitude: Γ, (Hq,) in float32.
+        floor: least gate, (Hq,) in float32.
         context_length: T.
     """
 

@@ -98,9 +98,10 @@ def _attend_projected(
     turned: tuple[Any, ...] = ()
     if cos is not None:
         turned = (cos.size(-1), ways is not None, cos[0].numel() if _by_sample(cos, ways) else 0, cos.dtype)
-    plan = _plan(q.device, q.dtype, forms, turned, reading.gate_weight.size(-1), reading.context_length, scale, eps)
+    gates = (reading.gate_weight.size(-1), reading.gate_weight.dtype, reading.landmark_weight.dtype)
+    plan = _plan(q.device, q.dtype, forms, turned, gates, reading.context_length, scale, eps)
     rotated = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
-    out = torch.empty(plan.out, dtype=q.dtype, device=q.device)
+    out = torch.empty(plan.out, dtype=q.dtype, device=q.device).transpose(1, 2)
     room = torch.empty(plan.room, dtype=torch.float32, device=q.device)
     c, u, places, reach, k_reach, u_least, lse, low, visited, earliest = (
         room if part is None else room.as_strided(*part) for part in plan.parts
@@ -114,7 +115,6 @@ def _attend_projected(
             earliest.view(torch.int32),
         )  # fmt: skip
         plan.attention(*tensors)
-        plan.again(*tensors)
     return out, lse, *rotated, c, u, visited
 
 
@@ -122,16 +122,15 @@ class _Plan(NamedTuple):
     """How :func:`attend_projected` runs for tensors alike, as those of all layers of a model are.
 
     Attributes:
-        prologue, attention, again: the launches.
+        prologue, attention: the launches; attention's second one follows its first.
         places: whether attention reads exposures with places.
-        out: shape of the output.
+        out: shape of the output, heads behind tokens: so they lie side by side for the projection that follows.
         room: float32 numbers that they need beside rows of heads.
         parts: shape, strides and start in it of each tensor; None for one that is neither written nor read.
     """
 
     prologue: Launch
     attention: Launch
-    again: Launch
     places: bool
     out: torch.Size
     room: int
@@ -141,23 +140,25 @@ class _Plan(NamedTuple):
 @functools.lru_cache(maxsize=64)
 def _plan(
     device: torch.device, dtype: torch.dtype, forms: tuple[tuple[torch.Size, tuple[int, ...]], ...],
-    turned: tuple[Any, ...], content: int, context_length: float, scale: float, eps: float,
+    turned: tuple[Any, ...], gates: tuple[int, torch.dtype, torch.dtype], context_length: float, scale: float,
+    eps: float,
 ) -> _Plan:  # fmt: skip
-    """The plan for q, k and v of these shapes and strides; `device` and the dtype of cosines tell plans apart.
+    """The plan for q, k and v of these shapes and strides; `device` and dtypes tell plans apart.
 
     Args:
         turned: as :func:`bounded_launch` takes it, and the dtype of cosines; () turns nothing.
-        content: coordinates that gates read.
+        gates: how many coordinates they read, and the dtypes of their weights.
     """
     q, k, v = (torch.empty_strided(*form, dtype=dtype, device="meta") for form in forms)
     tile = tiles_for(q, v, "fwd", skip=True)["BLOCK_N"] if eps else 0
     stretches = (LOG2E / context_length, scale * LOG2E * SLACK, SLACK)
     rotated_q, rotated_k = (torch.empty(x.shape, dtype=dtype, device="meta") for x in (q, k))
-    grid, sizes, flags = _fwd_launch(rotated_q, rotated_k, v, CAUSAL, scale, eps)
+    _, *outs = _blank(q, v, eps)
+    out = torch.empty(q.size(0), q.size(2), q.size(1), v.size(3), dtype=dtype, device="meta")
+    grid, sizes, flags = _fwd_launch(rotated_q, rotated_k, v, out.transpose(1, 2), CAUSAL, scale, eps)
     places = flags["COPIES"] > 0
-    shapes, prologue = bounded_launch(q, k, turned[:3] or None, content, stretches, tile, places)
+    shapes, prologue = bounded_launch(q, k, turned[:3] or None, gates[0], stretches, tile, places)
     numbers = [torch.empty(shape, device="meta") for shape in shapes]
-    out, *outs = _blank(q, v, eps)
     parts: list[Any] = []
     room = 0
     for x in (*numbers, *outs):
@@ -165,9 +166,9 @@ def _plan(
         parts.append((tuple(x.shape), x.stride(), room) if x.numel() or x is outs[2] else None)
         # Each begins where loads of 128 bytes may begin.
         room += -(-x.numel() // 32) * 32
-    attention = Launch(attention_fwd._fwd_kernel, grid, sizes, flags | {"AGAIN": False})
     again = Launch(attention_fwd._fwd_kernel, _grid_again(grid), sizes, flags | {"AGAIN": True})
-    return _Plan(prologue, attention, again, places, out.shape, room, parts)
+    attention = Launch(attention_fwd._fwd_kernel, grid, sizes, flags | {"AGAIN": False}, then=again)
+    return _Plan(prologue, attention, places, out.shape, room, parts)
 
 
 def _whole_pieces(x: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ def fwd(
     if out.numel():
         layout = Layout(q_positions, k_positions, q_documents, k_documents, mask, causal)
         reach, k_reach, u_least = bounds(q, k, v, u, scale) if eps else (c, c, c)
-        grid, numbers, flags = _fwd_launch(q, k, v, layout, scale, eps)
+        grid, numbers, flags = _fwd_launch(q, k, v, out, layout, scale, eps)
         tensors = _tensors(q, k, v, c, with_places(u) if flags["COPIES"] else u, layout)
         arguments = (*tensors, out, lse, reach, low, k_reach, u_least, visited, earliest, *numbers)
         traceable(attention_fwd._fwd_kernel)[grid](*arguments, **flags, AGAIN=False)
@@ -324,10 +325,10 @@ def _grid_again(grid: tuple[int, int]) -> tuple[int, int]:
 
 
 def _fwd_launch(
-    q: Tensor, k: Tensor, v: Tensor, layout: Layout, scale: float, eps: float
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, layout: Layout, scale: float, eps: float
 ) -> tuple[tuple[int, int], tuple[Any, ...], dict[str, Any]]:
     """Grid, numbers and flags of the forward kernel."""
     tile = _tile(q, v, "fwd", layout, eps)
     grid = (-(-q.size(2) // tile["BLOCK_M"]), q.size(0) * q.size(1))
-    numbers = (*_strides(q, k, v, layout), q.size(1), *_sizes(q, k, v), scale * LOG2E, eps)
+    numbers = (*_strides(q, k, v, layout), q.size(1), *_sizes(q, k, v), scale * LOG2E, eps, *out.stride()[:3])
     return grid, numbers, _flags(q, v, layout, eps) | tile | {"COPIES": _copies(tile, layout)}

@@ -208,7 +208,7 @@ def _bwd_dq_kernel(
             )  # fmt: skip
             k_at, v_at, u_at = at_key(k_at, v_at, u_at, k_n, v_n, BLOCK_N, COPIES)
     factor = single(content_scale)
-    store_parts(dq_ptr + row * d, dq * factor, dq_rest * factor, start_m, n_q, d, BLOCK_M, BLOCK_D, REST_D)
+    store_parts(dq_ptr + row * d, dq * factor, dq_rest * factor, start_m, d, n_q, d, BLOCK_M, BLOCK_D, REST_D)
     tl.store(dc_ptr + row + offs_m, tl.sum(dc, 1), mask=offs_m < n_q)
 
 
@@ -377,7 +377,7 @@ def _bwd_dkv_kernel(
             HAS_DOCUMENTS, HAS_MASK, PARTIAL_D, PARTIAL_V, BLOCK_M, BLOCK_N, BLOCK_D, BLOCK_V, REST_D, REST_V,
         )  # fmt: skip
     factor = single(content_scale)
-    store_parts(dk_ptr + column * d, dk * factor, dk_rest * factor, start_n, n_k, d, BLOCK_N, BLOCK_D, REST_D)
-    store_parts(dv_ptr + column * d_v, dv, dv_rest, start_n, n_k, d_v, BLOCK_N, BLOCK_V, REST_V)
+    store_parts(dk_ptr + column * d, dk * factor, dk_rest * factor, start_n, d, n_k, d, BLOCK_N, BLOCK_D, REST_D)
+    store_parts(dv_ptr + column * d_v, dv, dv_rest, start_n, d_v, n_k, d_v, BLOCK_N, BLOCK_V, REST_V)
     # c came in base 2; the gradient is that of natural logits.
     tl.store(du_ptr + column + offs_n, tl.sum(du, 1) / single(log2e), mask=offs_n < n_k)

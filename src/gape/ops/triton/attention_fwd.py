@@ -244,7 +244,7 @@ def fwd_rows(
     reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr = skipping
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d = strides
     qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n = mask_strides
-    n_heads, groups, n_q, n_k, d, d_v, scale, eps = sizes
+    n_heads, groups, n_q, n_k, d, d_v, scale, eps, out_b, out_h, out_n = sizes
     batch, head, key_head, key_row = owner(n_heads, groups)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     row = (batch * n_heads + head) * n_q
@@ -303,7 +303,8 @@ def fwd_rows(
             k_at, v_at, u_at = at_key(k_at, v_at, u_at, k_n, v_n, BLOCK_N, COPIES)
     whole_sum = tl.sum(total, 1)
     over = tl.where(whole_sum == 0.0, 1.0, whole_sum)[:, None]
-    store_parts(out_ptr + row * d_v, acc / over, acc_rest / over, start_m, n_q, d_v, BLOCK_M, BLOCK_V, REST_V)
+    out_ptr += batch * out_b + head * out_h
+    store_parts(out_ptr, acc / over, acc_rest / over, start_m, out_n, n_q, d_v, BLOCK_M, BLOCK_V, REST_V)
     lse = log_sum(top, whole_sum)
     if LEVEL:
         lse = tl.where(too_high(whole_sum, acc, acc_rest), float("inf"), lse)
@@ -316,14 +317,15 @@ def _fwd_kernel(
     reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr,
     q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d,
     qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n,
-    n_heads, groups, n_q, n_k, d, d_v, scale, eps,
+    n_heads, groups, n_q, n_k, d, d_v, scale, eps, out_b, out_h, out_n,
     CAUSAL: tl.constexpr, HAS_POSITIONS: tl.constexpr, HAS_DOCUMENTS: tl.constexpr, HAS_MASK: tl.constexpr,
     PARTIAL_D: tl.constexpr, PARTIAL_V: tl.constexpr, SKIP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     REST_D: tl.constexpr, REST_V: tl.constexpr, COPIES: tl.constexpr,
     AGAIN: tl.constexpr,
 ):  # fmt: skip
-    """Outputs (B, Hq, Nq, Dv) and base-2 log-sum-exps (B, Hq, Nq), both contiguous; c, documents too.
+    """Outputs (B, Hq, Nq, Dv), of any strides but the last, and base-2 log-sum-exps (B, Hq, Nq), contiguous as c and
+    documents are.
 
     u: exposures (B, Hk, Nk), with COPIES (B, Hk, Nk, 2) as `_exposures_kernel` writes them.
 
@@ -337,7 +339,7 @@ def _fwd_kernel(
     skipping = (reach_ptr, low_ptr, k_reach_ptr, u_least_ptr, visited_ptr, earliest_ptr)
     strides = (q_b, q_h, q_n, q_d, k_b, k_h, k_n, k_d, v_b, v_h, v_n, v_d)
     mask_strides = (qp_b, qp_n, kp_b, kp_n, mask_b, mask_h, mask_m, mask_n)
-    sizes = (n_heads, groups, n_q, n_k, d, d_v, scale, eps)
+    sizes = (n_heads, groups, n_q, n_k, d, d_v, scale, eps, out_b, out_h, out_n)
     if AGAIN:
         lse_row = lse_ptr + tl.program_id(1).to(tl.int64) * n_q
         begin = tl.program_id(0) * TOGETHER * BLOCK_M

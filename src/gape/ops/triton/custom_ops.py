@@ -5,11 +5,13 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Sequence
+from operator import or_
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from gape.ops.limits import MOST_PROGRAMS
@@ -169,36 +171,48 @@ class Launch:
         grid: of programs.
         numbers: the kernel's arguments behind the tensors.
         flags: its constants and launch options, by name.
+        then: another launch that follows with the same tensors.
     """
 
-    def __init__(self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], flags: dict[str, Any]) -> None:
-        self.kernel, self.grid, self.numbers, self.flags = kernel, (*grid, 1, 1)[:3], numbers, flags
+    def __init__(
+        self, kernel: Any, grid: tuple[int, ...], numbers: tuple[Any, ...], flags: dict[str, Any],
+        then: Launch | None = None,
+    ) -> None:  # fmt: skip
+        self.kernel, self.grid, self.numbers, self.flags, self.then = kernel, (*grid, 1, 1)[:3], numbers, flags, then
         if not torch.version.cuda:
             # Other GPUs than NVIDIA's have no cap of registers.
             self.flags = {name: value for name, value in flags.items() if name != "maxnreg"}
         self._one_device = torch.cuda.device_count() <= 1
-        #: The compiled launch and all its arguments behind the tensors, by how tensors are aligned.
-        self._compiled: dict[object, tuple[Callable[..., None], tuple[Any, ...]]] = {}
+        #: The compiled launch, the kernel's handles and all its arguments behind the tensors, by how they are aligned.
+        self._compiled: dict[object, tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch with these tensors, on the device of the first."""
+        addresses = [x.data_ptr() for x in tensors]
+        alignment = functools.reduce(or_, addresses) % 16 and tuple(x % 16 for x in addresses)
         if self._one_device:
-            self._run(tensors)
+            self._run(tensors, addresses, alignment)
         else:
             with torch.cuda.device_of(tensors[0]):  # type: ignore[no-untyped-call]
-                self._run(tensors)
+                self._run(tensors, addresses, alignment)
 
-    def _run(self, tensors: tuple[Tensor, ...]) -> None:
-        addresses = [x.data_ptr() for x in tensors]
-        misaligned = [x % 16 for x in addresses]
-        alignment = tuple(misaligned) if any(misaligned) else None
+    def _run(self, tensors: tuple[Tensor, ...], addresses: list[int], alignment: object) -> None:
         compiled = self._compiled.get(alignment)
-        if compiled is not None:
-            run, rest = compiled
-            # Of a tensor Triton would ask the driver where it lies, which takes longer than all the rest.
-            run(*addresses, *rest)
-            return
+        if compiled is None:
+            self._compile(tensors, alignment)
+        else:
+            run, handles, rest = compiled
+            stream = driver.active.get_current_stream(tensors[0].get_device())
+            # Of a tensor Triton would ask the driver where it lies, which takes longer than all the rest. The three are
+            # hooks of Triton's own profiler.
+            run(*self.grid, stream, *handles, None, None, None, *addresses, *rest)
+        if self.then is not None:
+            self.then._run(tensors, addresses, alignment)
+
+    def _compile(self, tensors: tuple[Tensor, ...], alignment: object) -> None:
+        """Launch by way of Triton, and keep what it has compiled."""
         kernel = self.kernel[self.grid](*tensors, *self.numbers, **self.flags)
         if isinstance(self.kernel, JITFunction):
             names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
-            self._compiled[alignment] = kernel[self.grid], (*self.numbers, *(self.flags[name] for name in names))
+            rest = (*self.numbers, *(self.flags[name] for name in names))
+            self._compiled[alignment] = kernel.run, (kernel.function, kernel.packed_metadata), rest

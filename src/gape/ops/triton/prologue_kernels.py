@@ -97,10 +97,10 @@ def store_halves(x_ptr, a, b, inside, EDGE: tl.constexpr, EVEN: tl.constexpr):
 
 @triton.jit
 def load_weights(weight_ptr, half, LOW: tl.constexpr):
-    """Both halves of a gate's weights, (1, HALF) each, 0 beyond the content."""
+    """Both halves of a gate's weights in float32, (1, HALF) each, 0 beyond the content."""
     a = tl.load(weight_ptr + half, mask=half < LOW, other=0.0)
     b = tl.load(weight_ptr + LOW + half, mask=half < LOW, other=0.0)
-    return a, b
+    return a.to(tl.float32), b.to(tl.float32)
 
 
 @triton.jit
@@ -233,7 +233,7 @@ def bound_heads(
             x_ptr += x_h
             coming_a, coming_b = load_halves(x_ptr, inside, EDGE, EVEN)
         wa, wb = load_weights(weight_ptr + (head + step) * (2 * LOW), half, LOW)
-        z = tl.sum(a * wa + b * wb, 1) + tl.load(bias_ptr + head + step)
+        z = tl.sum(a * wa + b * wb, 1) + tl.load(bias_ptr + head + step).to(tl.float32)
         if BY_HEAD and step > 0:
             cos, sin = load_angles(
                 cos_ptr, sin_ptr, which_ptr + step, start, n, ROTATED, BY_HEAD, COLUMNS, T, HALF, EVEN
@@ -263,7 +263,8 @@ def bound_heads(
                 tl.store(least_ptr + (row + step) * tl.cdiv(n, T) + block, tl.min(number, 0))
 
 
-@triton.jit
+# Layers have these anywhere, and share the kernel.
+@triton.jit(do_not_specialize_on_alignment=("q_bias_ptr", "amplitude_ptr", "floor_ptr", "k_bias_ptr"))
 def _prologue_bounded_kernel(
     q_ptr, k_ptr, cos_ptr, sin_ptr, which_ptr,
     q_weight_ptr, q_bias_ptr, amplitude_ptr, floor_ptr, k_weight_ptr, k_bias_ptr,

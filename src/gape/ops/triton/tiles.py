@@ -194,20 +194,20 @@ def in_eights(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def store_parts(ptr, first, rest, start, n, d, ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr):
-    """Write rows, which may be in parts, as rows start … of a contiguous (n, d) matrix."""
+def store_parts(ptr, first, rest, start, stride, n, d, ROWS: tl.constexpr, WIDTH: tl.constexpr, REST: tl.constexpr):
+    """Write rows, which may be in parts, as rows start … of an (n, d) matrix whose rows are `stride` numbers apart."""
     if REST:
-        store_rows(ptr, first, start, n, d, 0, ROWS, WIDTH // 2)
-        store_rows(ptr, rest, start, n, d, WIDTH // 2, ROWS, REST)
+        store_rows(ptr, first, start, stride, n, d, 0, ROWS, WIDTH // 2)
+        store_rows(ptr, rest, start, stride, n, d, WIDTH // 2, ROWS, REST)
     else:
-        store_rows(ptr, first, start, n, d, 0, ROWS, WIDTH)
+        store_rows(ptr, first, start, stride, n, d, 0, ROWS, WIDTH)
 
 
 @triton.jit
-def store_rows(ptr, tile, start, n, d, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Write a tile from column `first` on into rows start … of a contiguous (n, d) matrix, in the matrix's dtype."""
+def store_rows(ptr, tile, start, stride, n, d, first, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Write a tile from column `first` on into rows start … of an (n, d) matrix, in the matrix's dtype."""
     rows, dims = tl.arange(0, ROWS)[:, None], first + tl.arange(0, WIDTH)[None, :]
-    pointers = ptr + tl.cast(start, tl.int64) * d + (rows * d + dims)
+    pointers = ptr + tl.cast(start, tl.int64) * stride + (rows * stride + dims)
     tl.store(pointers, tile.to(ptr.dtype.element_ty), mask=(rows < n - start) & (dims < d))
 
 
