@@ -72,6 +72,23 @@ def test_generate_runs_under_a_press_and_further_tokens_are_cached():
     assert cache.get_seq_length() == LENGTH // 2 + 5
 
 
+@pytest.mark.parametrize("position", [None, "hope+gape"])
+def test_a_question_behind_a_pressed_context_reads_as_token_by_token(position):
+    model, ids = opened(tiny("llama"), position=position), tokens(1, LENGTH + 20)
+    logits = []
+    for step in (20, 1):
+        cache = DynamicCache()
+        with GatedPress(PRESSES["snapkv"]())(model), torch.no_grad():
+            model(ids[:, :LENGTH], past_key_values=cache)
+        parts = []
+        for start in range(LENGTH, LENGTH + 20, step):
+            places = torch.arange(start, start + step)[None]
+            with torch.no_grad():
+                parts.append(model(ids[:, start : start + step], past_key_values=cache, position_ids=places).logits)
+        logits.append(torch.cat(parts, dim=1))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["knorm", "snapkv", "tova", "expected"])
 def test_without_the_wrapper_a_press_is_an_error_and_not_other_numbers(name):
     with pytest.raises((RuntimeError, ValueError)):
