@@ -42,7 +42,7 @@ TESTS = {
     "precision": ("tests/ops/test_agreement.py", "tests/ops/test_precision.py"),
     "generate": ("tests/hf/test_cache.py", "tests/hf/test_paged.py"),
     "explore": ("tests/explore/test_exploration.py",),
-    "evict": ("tests/hf/test_paged.py", "tests/hf/test_presses.py"),
+    "evict": ("tests/hf/test_cache.py", "tests/hf/test_presses.py", "tests/cache/test_eviction.py"),
 }
 
 Lengths = Annotated[str, typer.Option(metavar=INTS, help="Tokens.")]

@@ -224,6 +224,12 @@ class Job:
             "kvpress": version("kvpress") if settings.presses else "",
         }  # fmt: skip
 
+    @cached_property
+    def key_bytes(self) -> dict[bool, int]:
+        """Bytes that a token takes in a cache of transformers, all layers together, of each model."""
+        ids = torch.from_numpy(self.items[0].prompt[:FEW]).to(self.device)
+        return {base: token_bytes(reader.model, ids) for base, reader in self.readers.items()}
+
     def row(self, case: Case) -> common.Row:
         """The columns that name a case."""
         settings = self.settings
@@ -279,8 +285,8 @@ class Job:
             return cache, nullcontext()
         budget = self.budget(case)
         assert budget is not None
-        each = key_bytes(model, torch.from_numpy(item.prompt[:FEW]).to(self.device))
-        return cache, press(case.cache, min(tokens, max(1, budget // each)), tokens)(model)
+        keys = min(tokens, max(1, budget // self.key_bytes[case.base]))
+        return cache, press(case.cache, keys, tokens)(model)
 
 
 def label(place: Path) -> str:
@@ -319,8 +325,8 @@ def press(name: str, keys: int, tokens: int) -> Any:
 
 
 @torch.no_grad()
-def key_bytes(model: Any, ids: Tensor) -> int:
-    """Bytes that a token takes in a cache of transformers, all layers together."""
+def token_bytes(model: Any, ids: Tensor) -> int:
+    """Bytes that each of some tokens (N,) takes in a cache of transformers."""
     reader = gape.hf.LanguageModel(model)
     cache = reader.new_cache()
     reader.hidden(ids[None], cache=cache)
