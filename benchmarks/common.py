@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -40,6 +42,7 @@ TESTS = {
     "precision": ("tests/ops/test_agreement.py", "tests/ops/test_precision.py"),
     "generate": ("tests/hf/test_cache.py", "tests/hf/test_paged.py"),
     "explore": ("tests/explore/test_exploration.py",),
+    "evict": ("tests/hf/test_cache.py", "tests/hf/test_presses.py", "tests/cache/test_eviction.py"),
 }
 
 Lengths = Annotated[str, typer.Option(metavar=INTS, help="Tokens.")]
@@ -59,6 +62,18 @@ def script(main: Callable[..., None]) -> None:
     app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
     app.command()(main)
     gape.cli.run(app)
+
+
+@contextmanager
+def stopping(minutes: float) -> Iterator[None]:
+    """Stop the process as SIGTERM does once so many minutes are over."""
+    alarm = threading.Timer(60 * minutes, os.kill, (os.getpid(), signal.SIGTERM))
+    alarm.daemon = True
+    alarm.start()
+    try:
+        yield
+    finally:
+        alarm.cancel()
 
 
 class UnavailableError(RuntimeError):

@@ -10,10 +10,7 @@ summary.json anew.
 
 from __future__ import annotations
 
-import os
-import signal
 import tarfile
-import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -91,13 +88,10 @@ def main(
         lengths=numbers("lengths", lengths, int, "1024,4096"), checkpoint_every=checkpoint_every, **VARIANTS[method],
     )  # fmt: skip
     place = home / f"{method}-{seed}"
-    alarm = threading.Timer(60 * minutes, os.kill, (os.getpid(), signal.SIGTERM))
-    alarm.daemon = True
-    alarm.start()
     try:
-        typer.echo(perform(settings, place, device=device, precision=precision))
+        with common.stopping(minutes):
+            typer.echo(perform(settings, place, device=device, precision=precision))
     finally:
-        alarm.cancel()
         if collect is not None and place.is_dir():
             _collect(place, collect)
 

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 import common
-from tables import claims, extend, forgetting, generate, language, needle, readme, smollm2, speed
+from tables import claims, eviction, extend, forgetting, generate, language, needle, readme, smollm2, speed
 
 #: What draws a table, by its name in a page.
 TABLES: dict[str, Callable[[], str]] = {
@@ -83,6 +83,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "extend-differences": extend.differences,
     "extend-perplexity": extend.perplexity,
     "extend-cost": extend.cost,
+    "extend-eviction": eviction.eviction,
     "speed-layer": speed.layer_cost,
     "speed-skipping": speed.skipping,
     "speed": speed.benchmarks,

@@ -8,8 +8,12 @@ import torch
 pytest.importorskip("kvpress")
 
 import kvpress
+from kvpress.presses.scorer_press import ScorerPress
 from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
+import gape.hf
+from gape.hf.cache import unpack
 from gape.hf.presses import GatedPress
 from tests.hf.tiny import last_logits_without, opened, tiny, tokens
 
@@ -68,6 +72,23 @@ def test_generate_runs_under_a_press_and_further_tokens_are_cached():
     assert cache.get_seq_length() == LENGTH // 2 + 5
 
 
+@pytest.mark.parametrize("position", [None, "hope+gape"])
+def test_a_question_behind_a_pressed_context_reads_as_token_by_token(position):
+    model, ids = opened(tiny("llama"), position=position), tokens(1, LENGTH + 20)
+    logits = []
+    for step in (20, 1):
+        cache = DynamicCache()
+        with GatedPress(PRESSES["snapkv"]())(model), torch.no_grad():
+            model(ids[:, :LENGTH], past_key_values=cache)
+        parts = []
+        for start in range(LENGTH, LENGTH + 20, step):
+            places = torch.arange(start, start + step)[None]
+            with torch.no_grad():
+                parts.append(model(ids[:, start : start + step], past_key_values=cache, position_ids=places).logits)
+        logits.append(torch.cat(parts, dim=1))
+    torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["knorm", "snapkv", "tova", "expected"])
 def test_without_the_wrapper_a_press_is_an_error_and_not_other_numbers(name):
     with pytest.raises((RuntimeError, ValueError)):
@@ -100,3 +121,54 @@ def test_positions_counted_from_the_shortened_cache_are_refused():
         model(ids[:, :-1], past_key_values=cache)
     with pytest.raises(ValueError, match="position_ids"):
         model(ids[:, -1:], past_key_values=cache)
+
+
+class Probe(ScorerPress):
+    """Stores what a press is shown, and scores by the place of a key."""
+
+    def score(self, module, hidden_states, keys, values, attentions, kwargs):
+        self.shown = module, hidden_states, keys, kwargs["position_embeddings"], module.rotary_emb
+        return torch.arange(keys.size(2)).expand(keys.shape[:3]).float()
+
+
+@pytest.mark.parametrize("position", ["hope+gape", "nope+gape", "yarn+gape", "yarn"])
+def test_a_press_is_shown_the_rotation_and_the_keys_of_the_layer(position):
+    model, ids = tiny("llama"), tokens(1, LENGTH)
+    gape.hf.inject(model, context_length=16, position=position, **({"start": "paper"} if "+" in position else {}))
+    if position == "hope+gape":
+        assert gape.hf.center_keys(model, tokens(2, 30, seed=5))
+    probe = Probe(0.5)
+    with GatedPress(probe)(model), torch.no_grad():
+        model(ids, past_key_values=DynamicCache())
+    module, hidden, keys, (cos, sin), rotary = probe.shown
+    q, k, _ = module.gape_wiring.family.layout.project(module, hidden)
+    scheme = module.gape_wiring.scheme
+    expected = scheme.queries(q, torch.arange(LENGTH))[0]
+    torch.testing.assert_close(apply_rotary_pos_emb(q, k, cos, sin)[0], expected, atol=1e-5, rtol=1e-5)
+    # Keys as the projection gives them, not about their mean.
+    torch.testing.assert_close(keys, scheme.keys(k, torch.arange(LENGTH))[0], atol=1e-5, rtol=1e-5)
+    far = rotary(q, torch.arange(100, 104)[None])
+    torch.testing.assert_close(
+        apply_rotary_pos_emb(q[:, :, :4], k[:, :, :4], *far)[0],
+        scheme.queries(q[:, :, :4], torch.arange(100, 104))[0], atol=1e-5, rtol=1e-5,
+    )  # fmt: skip
+    assert module.rotary_emb is model.model.rotary_emb
+
+
+@pytest.mark.parametrize("position", [None, "hope+gape"])
+@pytest.mark.parametrize("name", ["snapkv", "tova"])
+def test_presses_that_score_by_attention_see_gates_under_every_implementation(name, position):
+    kept = {}
+    for implementation in ("eager", "sdpa"):
+        model = opened(tiny("llama", implementation), position=position)
+        cache, *_ = pressed(model, GatedPress(PRESSES[name]()), tokens(1, LENGTH + 1))
+        width = model.config.head_dim
+        kept[implementation] = [unpack(layer.keys, width, by_head=True)[2] for layer in cache.layers]
+    assert all(torch.equal(a, b) for a, b in zip(*kept.values(), strict=True))
+
+
+def test_heads_that_rotate_in_several_ways_are_refused():
+    model = tiny("llama")
+    gape.hf.inject(model, context_length=16, position="rope+gape", start="paper", head_positions=["rope", "hope"])
+    with pytest.raises(ValueError, match="several ways"), GatedPress(PRESSES["expected"]())(model):
+        model(tokens(1, LENGTH), past_key_values=DynamicCache())

@@ -166,7 +166,7 @@ def _generate(corpus: Corpus, length: int, new_tokens: int, reader: Transformers
     _timed(reader, ids, new_tokens)
     prefill, cache = _timed(reader, ids, 1)
     whole, _ = _timed(reader, ids, new_tokens + 1)
-    full = _full_bytes(reader.model, length)
+    full = full_bytes(reader.model, length)
     return {
         "prefill_s": prefill, "tokens_per_second": new_tokens / max(whole - prefill, 1e-9), "cache_bytes": cache,
         "full_bytes": full, "cache_share": cache / full, "new_tokens": new_tokens,
@@ -194,7 +194,7 @@ def _timed(reader: TransformersReader, ids: Tensor, new: int) -> tuple[float, in
     return time.perf_counter() - begin, nbytes
 
 
-def _full_bytes(model: Any, length: int) -> int:
+def full_bytes(model: Any, length: int) -> int:
     """Bytes of all keys and values of so many tokens."""
     config = model.config.get_text_config()
     kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads

@@ -163,7 +163,7 @@ class InjectedAttention(Skips):
         if cache is not None and self.layer_idx == self.gape_wiring.first_layer:
             refuse_uneven(cache, self.layer_idx, hidden_states.size(1))
         return attend_in_transformers(
-            self, hidden_states, _positions(kwargs, hidden_states.size(0)), attention_mask, cache, owner=self.gape,
+            self, hidden_states, token_positions(kwargs, hidden_states.size(0)), attention_mask, cache, owner=self.gape,
             number=self.layer_idx, config=self.config, embeddings=position_embeddings,
             cache_position=kwargs.get("cache_position"),
         )  # fmt: skip
@@ -234,7 +234,7 @@ def injected_class(base: type[nn.Module]) -> type[nn.Module]:
     return type(f"Gape{base.__name__}", (InjectedAttention, base), {"gape_base": base, "__module__": __name__})
 
 
-def _positions(kwargs: dict[str, Any], batch: int) -> Tensor:
+def token_positions(kwargs: dict[str, Any], batch: int) -> Tensor:
     """The positions of these tokens, (N,) where all samples share them, else (B, N)."""
     for key in ("position_ids", "gape_position_ids", "cache_position"):
         given = kwargs.get(key)
