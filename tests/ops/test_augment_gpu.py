@@ -35,9 +35,14 @@ def distance(got: Tensor, exact: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dim", HEADS)
 def test_errors_are_those_of_plain_attention(dim: int, dtype: torch.dtype) -> None:
-    """Outputs and gradients at most twice as far from float64; gates' within 2%, and no matrix of logits."""
+    """Outputs and gradients at most twice as far from float64; gates' within 2%, and no matrix of logits.
+
+    The amplitude's gradient adds up those of gates times g / Γ, and may cancel. What a backward pass rounds in each row
+    of dq is independent of the others', so it may be off by a few standard deviations of that sum, and no more.
+    """
     case = drawn(dim, dtype)
-    cotangent = torch.randn(case.tensors["q"].shape, device="cuda").to(dtype)
+    g = torch.Generator("cuda").manual_seed(0)
+    cotangent = torch.randn(case.tensors["q"].shape, generator=g, device="cuda").to(dtype)
     plain, exact_plain, split, exact = (), (), (), ()
     for raised in (False, True):
         leaves = {name: x.double() if raised else x for name, x in case.leaves().items()}
@@ -53,10 +58,11 @@ def test_errors_are_those_of_plain_attention(dim: int, dtype: torch.dtype) -> No
             plain, split = bare, gated
     for got, right, got_plain, right_plain in zip(split, exact, plain, exact_plain, strict=False):
         assert distance(got, right) <= 2 * distance(got_plain, right_plain)
-    # The amplitude's gradient is a sum that may cancel: its error is measured beside the terms that were added up.
-    terms = float((exact[4] * case.tensors["gate"]).norm())
-    for got, right, least in zip(split[4:], exact[4:], (0.0, 0.0, terms), strict=True):
-        assert float((got.double() - right).norm()) < 0.02 * max(float(right.norm()), least)
+    for got, right in zip(split[4:6], exact[4:6], strict=True):
+        assert distance(got, right) < 0.02
+    errors = (split[4].double() - exact[4]) * case.tensors["gate"] / case.tensors["amplitude"][:, None]
+    deviation = errors.square().sum(dim=(0, 2)).sqrt()
+    assert ((split[6].double() - exact[6]).abs() < 4 * deviation).all()
     plan = gape.explain(**case.leaves(), **case.options, impl="split")
     assert not plan.quadratic
     assert plan.width == dim + 8

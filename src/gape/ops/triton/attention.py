@@ -310,7 +310,8 @@ def _tile(q: Tensor, v: Tensor, kernel: str, layout: Layout, eps: float) -> dict
     if layout.q_positions is None:
         return tiles_for(q, v, kernel, skip=eps > 0, capped=capped(attention_fwd._fwd_kernel))
     # Positions of keys cost so much that many queries should share them, and shared memory of a third stage.
-    return tiles_for(q, v, kernel, capped=False) | {"num_stages": 2}
+    tile = tiles_for(q, v, kernel, capped=False)
+    return tile | {"num_stages": min(2, tile["num_stages"])}
 
 
 def _copies(tile: dict[str, int], layout: Layout) -> int:

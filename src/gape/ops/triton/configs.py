@@ -1,4 +1,7 @@
-"""Sizes of launches: the tiles of attention's kernels, and what they are computed from."""
+"""Sizes of launches: the tiles of attention's kernels, and what they are computed from.
+
+Tables are of an H200. Where a GPU has less shared memory, tiles are made smaller until they fit.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from triton.runtime import driver
 
 
 class Tile(NamedTuple):
@@ -39,17 +43,24 @@ TILES: dict[str, dict[str, Tile]] = {
     },
     "in parts": {"fwd": Tile(128, 64, 8, 3), "bwd_dq": Tile(64, 64, 4, 3), "bwd_dkv": Tile(64, 64, 4, 2)},
     "wide": {"fwd": Tile(128, 64, 8, 3), "bwd_dq": Tile(128, 64, 8, 3), "bwd_dkv": Tile(64, 128, 8, 3)},
-    "widest": {"fwd": Tile(64, 32, 8, 2), "bwd_dq": Tile(64, 32, 8, 2), "bwd_dkv": Tile(32, 64, 8, 2)},
+    "widest": {"fwd": Tile(128, 64, 8, 2), "bwd_dq": Tile(128, 32, 8, 2), "bwd_dkv": Tile(32, 64, 8, 2)},
     "small": {"fwd": Tile(32, 32, 4, 2), "bwd_dq": Tile(32, 32, 4, 2), "bwd_dkv": Tile(32, 32, 4, 2)},
     "narrow, skipping": {
         "fwd": Tile(64, 64, 4, 2, registers=168), "bwd_dq": Tile(64, 64, 4, 2, registers=168),
         "bwd_dkv": Tile(64, 64, 4, 2),
     },
     "wide, skipping": {"fwd": Tile(64, 64, 4, 2), "bwd_dq": Tile(64, 64, 4, 2), "bwd_dkv": Tile(64, 64, 4, 2)},
+    "widest, skipping": {"fwd": Tile(64, 32, 8, 2), "bwd_dq": Tile(64, 32, 8, 2), "bwd_dkv": Tile(64, 32, 8, 2)},
 }  # fmt: skip
 
 #: By kind and kernel: instead of tiles that are good only with their cap, where a launch may have none.
 UNCAPPED = {("narrow", "fwd"): Tile(128, 64, 4, 3)}
+
+#: Shared memory that a kernel takes beside its tiles, at most: bytes.
+BESIDE_TILES = 2048
+
+#: The fewest rows or columns of a product in matrix units.
+LEAST = 16
 
 
 def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False, capped: bool = True) -> dict[str, int]:
@@ -61,26 +72,93 @@ def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False, capped: 
         skip: whether tiles may be skipped.
         capped: whether the launch may have a cap of registers.
     """
-    return _tiles(q.size(-1), v.size(-1), q.dtype == torch.float32, kernel, skip, capped)
+    return _tiles(q.size(-1), v.size(-1), q.dtype == torch.float32, kernel, skip, capped, shared_memory())
 
 
 @functools.cache
-def _tiles(width: int, value_width: int, single: bool, kernel: str, skip: bool, capped: bool) -> dict[str, int]:
+def _tiles(
+    width: int, value_width: int, single: bool, kernel: str, skip: bool, capped: bool, limit: int | None
+) -> dict[str, int]:
     rests = {"REST_D": rest_of(width), "REST_V": rest_of(value_width)}
-    width, value_width = (max(16, power_of_two(x)) for x in (width, value_width))
-    kind = width_kind(width, value_width)
-    if single or (skip and kind == "widest"):
+    blocks = max(LEAST, power_of_two(width)), max(LEAST, power_of_two(value_width))
+    kind = width_kind(*blocks)
+    if single:
         kind = "small"
     elif skip:
         kind = f"{kind}, skipping"
     elif kind == "wide" and all(rests.values()):
         kind = "in parts"
-    tile = TILES[kind][kernel]
+    tiles = dict(TILES[kind])
     if not capped:
-        tile = UNCAPPED.get((kind, kernel), tile)
+        tiles |= {name: tile for (of, name), tile in UNCAPPED.items() if of == kind}
+    if limit is not None:
+        read = width if rests["REST_D"] else blocks[0], value_width if rests["REST_V"] else blocks[1]
+        tiles = _fitting(tiles, read, 4 if single else 2, limit, together=skip)
+    tile = tiles[kernel]
     cap = {} if tile.registers is None else {"maxnreg": tile.registers}
-    sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_D": width, "BLOCK_V": value_width} | rests
+    sizes = {"BLOCK_M": tile.rows, "BLOCK_N": tile.columns, "BLOCK_D": blocks[0], "BLOCK_V": blocks[1]} | rests
     return sizes | {"num_warps": tile.warps, "num_stages": tile.stages} | cap
+
+
+def _fitting(
+    tiles: dict[str, Tile], widths: tuple[int, int], size: int, limit: int, *, together: bool
+) -> dict[str, Tile]:
+    """The tiles of all kernels, none of which takes more shared memory than `limit`; equal ones if `together`."""
+    fitting = {kernel: fitting_tile(tile, kernel, widths, size, limit) for kernel, tile in tiles.items()}
+    if not together:
+        return fitting
+    rows, columns = min(tile.rows for tile in fitting.values()), min(tile.columns for tile in fitting.values())
+    equal = {kernel: tile._replace(rows=rows, columns=columns) for kernel, tile in tiles.items()}
+    return {kernel: fitting_tile(tile, kernel, widths, size, limit) for kernel, tile in equal.items()}
+
+
+def fitting_tile(tile: Tile, kernel: str, widths: tuple[int, int], size: int, limit: int) -> Tile:
+    """The tile, made smaller until its kernel takes at most `limit` bytes of shared memory.
+
+    Two stages stay as long as there is anything else to halve: without a second one, loads wait for products.
+
+    Args:
+        tile: what to begin with.
+        kernel: its name in TILES.
+        widths: coordinates of a query or key, and of a value.
+        size: bytes of a coordinate.
+        limit: bytes.
+    """
+    while shared_bytes(tile, kernel, widths, size) > limit:
+        rows, columns, _, stages, _ = tile
+        if stages > 2 or (stages == 2 and max(rows, columns) <= LEAST):
+            tile = tile._replace(stages=stages - 1)
+        elif max(rows, columns) <= LEAST:
+            break
+        elif rows > columns or (rows == columns and kernel == "bwd_dkv"):
+            tile = tile._replace(rows=rows // 2)
+        else:
+            tile = tile._replace(columns=columns // 2)
+    # A warp takes 16 × 16 pairs at a time.
+    return tile._replace(warps=min(tile.warps, max(4, tile.rows * tile.columns // 256)))
+
+
+def shared_bytes(tile: Tile, kernel: str, widths: tuple[int, int], size: int) -> int:
+    """Shared memory of a kernel, at most: what stays for the whole program, and what every stage has of the loop.
+
+    Kernels of queries go through keys and values, that of keys through queries and gradients of outputs.
+    """
+    stay, turn = (tile.columns, tile.rows) if kernel == "bwd_dkv" else (tile.rows, tile.columns)
+    staying = widths[0] if kernel == "fwd" else sum(widths)
+    return (stay * staying + tile.stages * turn * sum(widths)) * size + BESIDE_TILES
+
+
+def shared_memory() -> int | None:
+    """Bytes that a program may have on each GPU of this machine; None before one is used."""
+    return _shared_memory() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def _shared_memory() -> int:
+    # As Triton counts it, who refuses launches that take more.
+    properties = driver.active.utils.get_device_properties
+    # The least of all: tensors without memory, for which launches are planned too, are on no device.
+    return min(int(properties(index)["max_shared_mem"]) for index in range(torch.cuda.device_count()))
 
 
 def width_kind(width: int, value_width: int) -> str:

@@ -25,7 +25,7 @@ from torch import Tensor
 from gape.ops import paged
 from gape.ops.limits import DECODE_QUERIES
 from gape.ops.paged import PageLayout, Pages
-from gape.ops.triton.configs import Tile, multiprocessors, power_of_two, width_kind
+from gape.ops.triton.configs import Tile, fitting_tile, multiprocessors, power_of_two, shared_memory, width_kind
 from gape.ops.triton.custom_ops import Launch, direct
 from gape.ops.triton.decode import (
     MERGE_STEPS,
@@ -505,7 +505,10 @@ def _sizes(pages: Pages, rows: int) -> tuple[dict[str, Any], int]:
     """Sizes and launch options of the attention for so many rows of a sequence, and the tiles of them."""
     widths = tile_widths(pages.layout)
     kind = "float32" if pages.layout.dtype == torch.float32 else width_kind(widths["BLOCK_D"], widths["BLOCK_V"])
-    tile = TILES[kind]
+    tile, limit = TILES[kind], shared_memory()
+    if limit is not None:
+        read = widths["BLOCK_D"], widths["BLOCK_V"]
+        tile = fitting_tile(tile, "fwd", read, pages.layout.dtype.itemsize, limit)
     block_m = min(tile.rows, max(16, power_of_two(rows)))
     warps = min(4, tile.warps) if block_m <= FEW_ROWS else tile.warps
     options = {"BLOCK_M": block_m, "BLOCK_N": tile.columns, "STEPS": paged.PAGE // tile.columns}
