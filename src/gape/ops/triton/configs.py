@@ -41,20 +41,25 @@ TILES: dict[str, dict[str, Tile]] = {
     "narrow": {
         "fwd": Tile(64, 64, 4, 3, registers=168), "bwd_dq": Tile(64, 64, 4, 3), "bwd_dkv": Tile(64, 64, 4, 2),
     },
+    "in parts, few queries": {"fwd": Tile(64, 64, 4, 3)},
     "in parts": {"fwd": Tile(128, 64, 8, 3), "bwd_dq": Tile(64, 64, 4, 3), "bwd_dkv": Tile(64, 64, 4, 2)},
     "wide": {"fwd": Tile(128, 64, 8, 3), "bwd_dq": Tile(128, 64, 8, 3), "bwd_dkv": Tile(64, 128, 8, 3)},
-    "widest": {"fwd": Tile(128, 64, 8, 2), "bwd_dq": Tile(128, 32, 8, 2), "bwd_dkv": Tile(32, 64, 8, 2)},
+    "widest": {"fwd": Tile(128, 32, 8, 3), "bwd_dq": Tile(128, 32, 8, 3), "bwd_dkv": Tile(64, 64, 8, 2)},
     "small": {"fwd": Tile(32, 32, 4, 2), "bwd_dq": Tile(32, 32, 4, 2), "bwd_dkv": Tile(32, 32, 4, 2)},
     "narrow, skipping": {
         "fwd": Tile(64, 64, 4, 2, registers=168), "bwd_dq": Tile(64, 64, 4, 2, registers=168),
         "bwd_dkv": Tile(64, 64, 4, 2),
     },
     "wide, skipping": {"fwd": Tile(64, 64, 4, 2), "bwd_dq": Tile(64, 64, 4, 2), "bwd_dkv": Tile(64, 64, 4, 2)},
-    "widest, skipping": {"fwd": Tile(64, 32, 8, 2), "bwd_dq": Tile(64, 32, 8, 2), "bwd_dkv": Tile(64, 32, 8, 2)},
+    "widest, skipping": {"fwd": Tile(64, 32, 4, 2), "bwd_dq": Tile(64, 32, 4, 2), "bwd_dkv": Tile(64, 32, 4, 2)},
 }  # fmt: skip
 
 #: By kind and kernel: instead of tiles that are good only with their cap, where a launch may have none.
 UNCAPPED = {("narrow", "fwd"): Tile(128, 64, 4, 3)}
+
+#: Up to so many queries, the forward kernel takes heads of 80 and 96 whole, in small tiles: large ones are too few
+#: to keep a GPU busy.
+FEW_QUERIES = 1024
 
 #: Shared memory that a kernel takes beside its tiles, at most: bytes.
 BESIDE_TILES = 2048
@@ -72,12 +77,14 @@ def tiles_for(q: Tensor, v: Tensor, kernel: str, *, skip: bool = False, capped: 
         skip: whether tiles may be skipped.
         capped: whether the launch may have a cap of registers.
     """
-    return _tiles(q.size(-1), v.size(-1), q.dtype == torch.float32, kernel, skip, capped, shared_memory())
+    # A compiler's symbol for a length is no int: what is compiled once serves all lengths.
+    few = kernel == "fwd" and isinstance(q.size(-2), int) and q.size(-2) <= FEW_QUERIES
+    return _tiles(q.size(-1), v.size(-1), q.dtype == torch.float32, kernel, few, skip, capped, shared_memory())
 
 
 @functools.cache
 def _tiles(
-    width: int, value_width: int, single: bool, kernel: str, skip: bool, capped: bool, limit: int | None
+    width: int, value_width: int, single: bool, kernel: str, few: bool, skip: bool, capped: bool, limit: int | None
 ) -> dict[str, int]:
     rests = {"REST_D": rest_of(width), "REST_V": rest_of(value_width)}
     blocks = max(LEAST, power_of_two(width)), max(LEAST, power_of_two(value_width))
@@ -86,6 +93,8 @@ def _tiles(
         kind = "small"
     elif skip:
         kind = f"{kind}, skipping"
+    elif kind == "wide" and all(rests.values()) and few:
+        kind, rests = "in parts, few queries", dict.fromkeys(rests, 0)
     elif kind == "wide" and all(rests.values()):
         kind = "in parts"
     tiles = dict(TILES[kind])
