@@ -80,7 +80,7 @@ ON_A_GPU = {
     "documents": ("split", random_case(q_documents=torch.ones(2, 63).long(), k_documents=torch.ones(2, 63).long())),
     "mask": ("split", random_case(attn_mask=torch.ones(63, 63, dtype=torch.bool))),
     "measured": ("triton", random_case(n_q=1024, n_k=1024, batch=1)),
-    "wider than measured": ("split", random_case(n_q=1024, n_k=1024, batch=1, dim=160)),
+    "wider than measured": ("split", random_case(n_q=1024, n_k=1024, batch=1, dim=272)),
 }
 
 
