@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,7 +86,33 @@ def test_stages_go_first_and_two_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [tile((128, 128), half, "fwd")[x] for x in sizes] == [128, 64, 8, 2]
     assert [tile((128, 128), half, "bwd_dq")[x] for x in sizes] == [64, 64, 8, 2]
     assert [tile((256, 256), half, "bwd_dq")[x] for x in sizes] == [32, 32, 4, 2]
-    assert [tile((64, 64), half, "fwd")[x] for x in sizes] == [64, 64, 4, 3]
+    assert [tile((64, 64), half, "fwd")[x] for x in sizes] == [128, 64, 8, 3]
+
+
+def test_operands_in_registers_have_eight_warps_and_no_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(configs, "shared_memory", lambda: DESKTOP)
+    for width, kernel, skip in product((64, 96, 128), KERNELS, (False, True)):
+        got = tile((width, width), torch.bfloat16, kernel, skip=skip)
+        assert got["num_warps"] == 8
+        assert "maxnreg" not in got
+
+
+@pytest.mark.parametrize(
+    ("capability", "most", "limit"),
+    [((9, 0), H200, H200), ((8, 0), A100, DESKTOP), ((7, 5), T4, T4), ((12, 0), DESKTOP, DESKTOP)],
+)
+def test_what_a_gpu_has(capability: tuple[int, int], most: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The least of all GPUs counts."""
+    utils = SimpleNamespace(get_device_properties=lambda index: {"max_shared_mem": (H200, most)[index]})
+    monkeypatch.setattr(configs, "driver", SimpleNamespace(active=SimpleNamespace(utils=utils)))
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: ((9, 0), capability)[index])
+    configs._shared_memory.cache_clear()
+    try:
+        assert configs.shared_memory() == limit
+    finally:
+        configs._shared_memory.cache_clear()
 
 
 def test_what_is_too_large_in_every_tile_is_left_at_the_smallest() -> None:

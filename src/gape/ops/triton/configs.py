@@ -1,6 +1,7 @@
 """Sizes of launches: the tiles of attention's kernels, and what they are computed from.
 
-Tables are of an H200. Where a GPU has less shared memory, tiles are made smaller until they fit.
+Tables are of an H200, whose matrix units read products' operands from shared memory. Where a GPU has less of that, or
+has them in registers, tiles are made smaller until they fit. None of those was measured.
 """
 
 from __future__ import annotations
@@ -64,6 +65,13 @@ FEW_QUERIES = 1024
 #: Shared memory that a kernel takes beside its tiles, at most: bytes.
 BESIDE_TILES = 2048
 
+#: Where matrix units read operands from shared memory, major numbers of compute capabilities: Hopper, and Blackwell in
+#: data centres.
+FROM_SHARED_MEMORY = (9, 10)
+
+#: Shared memory that tiles may take elsewhere: what GPUs for desktops have. In larger tiles, registers are spilled.
+IN_REGISTERS = 101_376
+
 #: The fewest rows or columns of a product in matrix units.
 LEAST = 16
 
@@ -98,7 +106,7 @@ def _tiles(
     elif kind == "wide" and all(rests.values()):
         kind = "in parts"
     tiles = dict(TILES[kind])
-    if not capped:
+    if not capped or (limit is not None and limit <= IN_REGISTERS):
         tiles |= {name: tile for (of, name), tile in UNCAPPED.items() if of == kind}
     if limit is not None:
         read = width if rests["REST_D"] else blocks[0], value_width if rests["REST_V"] else blocks[1]
@@ -113,12 +121,19 @@ def _fitting(
     tiles: dict[str, Tile], widths: tuple[int, int], size: int, limit: int, *, together: bool
 ) -> dict[str, Tile]:
     """The tiles of all kernels, none of which takes more shared memory than `limit`; equal ones if `together`."""
-    fitting = {kernel: fitting_tile(tile, kernel, widths, size, limit) for kernel, tile in tiles.items()}
-    if not together:
-        return fitting
-    rows, columns = min(tile.rows for tile in fitting.values()), min(tile.columns for tile in fitting.values())
-    equal = {kernel: tile._replace(rows=rows, columns=columns) for kernel, tile in tiles.items()}
-    return {kernel: fitting_tile(tile, kernel, widths, size, limit) for kernel, tile in equal.items()}
+
+    def fitting() -> dict[str, Tile]:
+        return {kernel: fitting_tile(tile, kernel, widths, size, limit) for kernel, tile in tiles.items()}
+
+    if together:
+        rows, columns = (min(sizes) for sizes in zip(*(tile[:2] for tile in fitting().values()), strict=True))
+        tiles = {kernel: tile._replace(rows=rows, columns=columns) for kernel, tile in tiles.items()}
+    if limit > IN_REGISTERS:
+        return fitting()
+    # More warps share the operands of a product, and a cap would leave none for them.
+    return {
+        kernel: tile._replace(warps=min(8, _most_warps(tile)), registers=None) for kernel, tile in fitting().items()
+    }
 
 
 def fitting_tile(tile: Tile, kernel: str, widths: tuple[int, int], size: int, limit: int) -> Tile:
@@ -143,8 +158,12 @@ def fitting_tile(tile: Tile, kernel: str, widths: tuple[int, int], size: int, li
             tile = tile._replace(rows=rows // 2)
         else:
             tile = tile._replace(columns=columns // 2)
-    # A warp takes 16 × 16 pairs at a time.
-    return tile._replace(warps=min(tile.warps, max(4, tile.rows * tile.columns // 256)))
+    return tile._replace(warps=min(tile.warps, _most_warps(tile)))
+
+
+def _most_warps(tile: Tile) -> int:
+    """That have 16 × 16 pairs each, and at least four."""
+    return max(4, tile.rows * tile.columns // LEAST**2)
 
 
 def shared_bytes(tile: Tile, kernel: str, widths: tuple[int, int], size: int) -> int:
@@ -158,16 +177,23 @@ def shared_bytes(tile: Tile, kernel: str, widths: tuple[int, int], size: int) ->
 
 
 def shared_memory() -> int | None:
-    """Bytes that a program may have on each GPU of this machine; None before one is used."""
+    """Bytes that a program may take on each GPU of this machine; None before one is used.
+
+    At most IN_REGISTERS, where operands of products are in registers.
+    """
     return _shared_memory() if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
 
 
 @functools.cache
 def _shared_memory() -> int:
-    # As Triton counts it, who refuses launches that take more.
-    properties = driver.active.utils.get_device_properties
     # The least of all: tensors without memory, for which launches are planned too, are on no device.
-    return min(int(properties(index)["max_shared_mem"]) for index in range(torch.cuda.device_count()))
+    return min(_shared_memory_of(index) for index in range(torch.cuda.device_count()))
+
+
+def _shared_memory_of(index: int) -> int:
+    # As Triton counts it, which refuses launches that take more.
+    most = int(driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    return most if torch.cuda.get_device_capability(index)[0] in FROM_SHARED_MEMORY else min(most, IN_REGISTERS)
 
 
 def width_kind(width: int, value_width: int) -> str:
