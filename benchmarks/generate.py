@@ -330,6 +330,9 @@ def measure(settings: Settings, stamp: common.Row, log: Callable[[str], None]) -
     about |= {name: str(getattr(settings, name)) for name in ("new_tokens", "repeats", "decode_repeats")}
     for name in settings.models:
         models = open_models(name, settings)
+        # What is there by now stays: to look at it before every call would leave the GPU idle for a fifth of a second.
+        gc.collect()
+        gc.freeze()
         for case in settings.cases():
             model = models.plain if case.cache in ("ungated", "static") else models.gated
             row = {**stamp, **about, "model": models.name, **case.row()}

@@ -58,8 +58,8 @@ TILES: dict[str, dict[str, Tile]] = {
 #: By kind and kernel: instead of tiles that are good only with their cap, where a launch may have none.
 UNCAPPED = {("narrow", "fwd"): Tile(128, 64, 4, 3)}
 
-#: Up to so many queries, the forward kernel takes heads of 80 and 96 whole, in small tiles: large ones are too few
-#: to keep a GPU busy.
+#: Up to so many queries, the forward kernel takes heads of 80 and 96 in small tiles: large ones are too few to keep a
+#: GPU busy.
 FEW_QUERIES = 1024
 
 #: Shared memory that a kernel takes beside its tiles, at most: bytes.
@@ -101,10 +101,8 @@ def _tiles(
         kind = "small"
     elif skip:
         kind = f"{kind}, skipping"
-    elif kind == "wide" and all(rests.values()) and few:
-        kind, rests = "in parts, few queries", dict.fromkeys(rests, 0)
     elif kind == "wide" and all(rests.values()):
-        kind = "in parts"
+        kind = "in parts, few queries" if few else "in parts"
     tiles = dict(TILES[kind])
     if not capped or (limit is not None and limit <= IN_REGISTERS):
         tiles |= {name: tile for (of, name), tile in UNCAPPED.items() if of == kind}
