@@ -6,7 +6,8 @@
     forgetting    the same in a gape.hf.ForgettingCache
 
 Each case is warmed up, then timed: one new token is the prefill, many less that is the time of the tokens behind it.
-Prompts longer than --chunk are also read in chunks, for prefill and memory alone. A failed case is a row too.
+Cases of one size take turns, so that a slower moment of the machine meets all of them. Prompts longer than --chunk are
+also read in chunks, for prefill and memory alone. A failed case is a row too.
 """
 
 from __future__ import annotations
@@ -187,15 +188,17 @@ class Settings:
         dtype: torch.dtype = common.Settings.DTYPES[self.dtype]
         return dtype
 
-    def cases(self) -> Iterator[Case]:
-        """The cases of a model; what others are compared with comes first of its size."""
+    def cases(self) -> Iterator[list[Case]]:
+        """The cases of a model, those of one size together; what others are compared with comes first of them."""
         for prompt, batch in product(self.prompts, self.batches):
             if self.most_tokens and prompt * batch > self.most_tokens:
                 continue
             for chunk in (0, self.chunk) if 0 < self.chunk < prompt else (0,):
+                cases = list[Case]()
                 for cache in self.caches:
                     kinds = product(self.eps, self.bounds) if cache == "forgetting" else ((0.0, ""),)
-                    yield from (Case(prompt, batch, cache, chunk, eps, bounds) for eps, bounds in kinds)
+                    cases += [Case(prompt, batch, cache, chunk, eps, bounds) for eps, bounds in kinds]
+                yield cases
 
 
 def open_models(name: str, settings: Settings) -> Models:
@@ -288,41 +291,85 @@ def cache_bytes(cache: Any) -> int:
     return sum(x.nbytes for x in tensors)
 
 
-def figures(model: Any, case: Case, ids: Tensor, settings: Settings, deadline: float) -> common.Row:
-    """What is measured of one case.
+class Turns:
+    """Cases of one size that are measured in turns.
 
-    Raises:
-        TimeLimitError: the time is over.
+    Attributes:
+        rows: the figures of each case so far, or why it failed.
     """
 
-    def run(new: int) -> Timing:
-        if time.monotonic() > deadline:
-            raise TimeLimitError
-        return generate(model, case, ids, new)
+    def __init__(self, models: Models, cases: Sequence[Case], settings: Settings, deadline: float) -> None:
+        self.models, self.settings, self.deadline = models, settings, deadline
+        self.rows: dict[Case, common.Row] = {case: {} for case in cases}
+        self._short: dict[Case, list[Timing]] = {case: [] for case in cases}
+        size = cases[0]
+        self._ids = prompt_ids(settings, models.plain.config.vocab_size, size.batch, size.prompt)
 
-    cuda, many = settings.device.type == "cuda", settings.new_tokens + 1
-    before = torch.cuda.memory_allocated(settings.device) if cuda else 0
-    # A static cache is compiled for its length; our kernels are compiled as the cache grows.
-    run(1 if case.chunk else min(many, WARM_TOKENS) if case.cache == "ungated" else many)
-    if cuda:
-        torch.cuda.reset_peak_memory_stats(settings.device)
-    short = [run(1) for _ in range(settings.repeats)]
-    prefill = median(timing.seconds for timing in short)
-    row = {
-        "prefill_s": number(prefill),
-        "setup_s": number(median(timing.setup for timing in short), 3),
-        "cache_bytes": str(short[-1].nbytes),
-    }
-    if not case.chunk:
-        long = [run(many).seconds for _ in range(settings.decode_repeats)]
-        row["ms_per_token"] = number((median(long) - prefill) / settings.new_tokens * 1000)
-    if cuda:
-        row["peak_bytes"] = str(torch.cuda.max_memory_allocated(settings.device) - before)
-    return row
+    def model(self, case: Case) -> Any:
+        """The model that a case is about."""
+        return self.models.plain if case.cache in ("ungated", "static") else self.models.gated
+
+    def measure(self, log: Callable[[str], None]) -> None:
+        """Warm up and measure memory, one case after another; then time prompts in turns, then single tokens.
+
+        Raises:
+            TimeLimitError: the time is over.
+        """
+        for case in self.rows:
+            log(f"{self.models.name}: {case}")
+            self._attempt(case, self._warm_up)
+            _free(self.settings.device)
+        for _ in range(self.settings.repeats):
+            for case in self.rows:
+                self._attempt(case, self._prefill)
+        for case in self.rows:
+            self._attempt(case, self._figures)
+            _clear(self.model(case), case, self.settings.device)
+
+    def _attempt(self, case: Case, measure: Callable[[Case], None]) -> None:
+        if "failed" in self.rows[case]:
+            return
+        try:
+            measure(case)
+        except TimeLimitError:
+            raise
+        except Exception as error:
+            # Out of memory, a compiler that fails, a class that is not there: the next case may run.
+            reason = (str(error).strip() or "no message").splitlines()[0]
+            self.rows[case] = {"failed": f"{type(error).__name__}: {reason}"[:REASON]}
+
+    def _run(self, case: Case, new: int) -> Timing:
+        if time.monotonic() > self.deadline:
+            raise TimeLimitError
+        return generate(self.model(case), case, self._ids, new)
+
+    def _warm_up(self, case: Case) -> None:
+        device, many = self.settings.device, self.settings.new_tokens + 1
+        before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+        # A static cache is compiled for its length; our kernels are compiled as the cache grows.
+        self._run(case, 1 if case.chunk else min(many, WARM_TOKENS) if case.cache == "ungated" else many)
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        self.rows[case]["cache_bytes"] = str(self._run(case, 1).nbytes)
+        if device.type == "cuda":
+            self.rows[case]["peak_bytes"] = str(torch.cuda.max_memory_allocated(device) - before)
+
+    def _prefill(self, case: Case) -> None:
+        self._short[case].append(self._run(case, 1))
+
+    def _figures(self, case: Case) -> None:
+        prefill = median(timing.seconds for timing in self._short[case])
+        self.rows[case] |= {
+            "prefill_s": number(prefill), "setup_s": number(median(timing.setup for timing in self._short[case]), 3),
+        }  # fmt: skip
+        if not case.chunk:
+            many = self.settings.new_tokens + 1
+            long = [self._run(case, many).seconds for _ in range(self.settings.decode_repeats)]
+            self.rows[case]["ms_per_token"] = number((median(long) - prefill) / self.settings.new_tokens * 1000)
 
 
 def measure(settings: Settings, stamp: common.Row, log: Callable[[str], None]) -> Iterator[common.Row]:
-    """Rows as they come; a case that fails is a row with the reason."""
+    """Rows as sizes are done; a case that fails is a row with the reason."""
     transformers.logging.set_verbosity_error()
     deadline = time.monotonic() + settings.time_limit
     text = "random" if settings.corpus is None else settings.corpus.resolve().name
@@ -330,24 +377,15 @@ def measure(settings: Settings, stamp: common.Row, log: Callable[[str], None]) -
     about |= {name: str(getattr(settings, name)) for name in ("new_tokens", "repeats", "decode_repeats")}
     for name in settings.models:
         models = open_models(name, settings)
-        # What is there by now stays: to look at it before every call would leave the GPU idle for a fifth of a second.
-        gc.collect()
-        gc.freeze()
-        for case in settings.cases():
-            model = models.plain if case.cache in ("ungated", "static") else models.gated
-            row = {**stamp, **about, "model": models.name, **case.row()}
-            ids = prompt_ids(settings, model.config.vocab_size, case.batch, case.prompt)
-            log(f"{models.name}: {case}")
+        for cases in settings.cases():
+            turns = Turns(models, cases, settings, deadline)
             try:
-                yield row | figures(model, case, ids, settings, deadline)
+                turns.measure(log)
             except TimeLimitError:
                 log(f"the time limit of {settings.time_limit:g} s is over")
                 return
-            except Exception as error:
-                # Out of memory, a compiler that fails, a class that is not there: the next case may run.
-                reason = (str(error).strip() or "no message").splitlines()[0]
-                yield row | {"failed": f"{type(error).__name__}: {reason}"[:REASON]}
-            _clear(model, case, settings.device)
+            for case, row in turns.rows.items():
+                yield {**stamp, **about, "model": models.name, **case.row(), **row}
 
 
 def _clear(model: Any, case: Case, device: torch.device) -> None:
@@ -358,6 +396,10 @@ def _clear(model: Any, case: Case, device: torch.device) -> None:
     if device.type == "cuda" and case.cache == "static":
         # Each shape is compiled anew, and there may be more of them than a function is compiled for.
         torch.compiler.reset()
+    _free(device)
+
+
+def _free(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -155,6 +155,27 @@ def test_a_press_is_shown_the_rotation_and_the_keys_of_the_layer(position):
     assert module.rotary_emb is model.model.rotary_emb
 
 
+def test_a_press_is_shown_that_a_layer_does_not_rotate():
+    model = tiny("smollm3")
+    gape.hf.inject(model, context_length=16, start="paper")
+    unrotated = [layer.self_attn for layer in model.model.layers if not layer.self_attn.use_rope]
+    shown = []
+
+    class Shown(Probe):
+        def score(self, module, hidden_states, keys, values, attentions, kwargs):
+            if module in unrotated:
+                shown.append((kwargs["position_embeddings"], module.rotary_emb(keys, torch.arange(100, 104)[None])))
+            return super().score(module, hidden_states, keys, values, attentions, kwargs)
+
+    with GatedPress(Shown(0.5))(model), torch.no_grad():
+        model(tokens(1, LENGTH), past_key_values=DynamicCache())
+    assert len(shown) == len(unrotated) > 0
+    for embeddings in shown:
+        for cos, sin in embeddings:
+            assert torch.equal(cos, torch.ones_like(cos))
+            assert not sin.any()
+
+
 @pytest.mark.parametrize("position", [None, "hope+gape"])
 @pytest.mark.parametrize("name", ["snapkv", "tova"])
 def test_presses_that_score_by_attention_see_gates_under_every_implementation(name, position):

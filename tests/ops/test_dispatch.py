@@ -164,6 +164,25 @@ def test_a_damaged_table_is_named_and_left_out(content: bytes, cache: Path) -> N
     assert tables.here == (rule(),)
 
 
+def test_a_user_without_a_home_has_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+
+    def no_home() -> Path:
+        raise RuntimeError
+
+    monkeypatch.setattr(Path, "home", no_home)
+    assert dispatch.read(implementations.IMPLEMENTATIONS).here == ()
+    with pytest.raises(ValueError, match=r"^XDG_CACHE_HOME:"):
+        dispatch.local_table(GPU)
+
+
+def test_a_table_that_is_named_and_missing_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(dispatch.VARIABLE, str(tmp_path / "nowhere.toml"))
+    with pytest.raises(ValueError, match=r"^GAPE_DISPATCH: .*nowhere.toml"):
+        dispatch.read(implementations.IMPLEMENTATIONS)
+
+
 def test_a_table_that_is_named_counts_alone(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     dispatch.local_table(GPU).write_text(dispatch.to_toml([rule()], "a test"), encoding="utf-8")
     other = cache / "other.toml"

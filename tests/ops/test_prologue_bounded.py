@@ -109,6 +109,16 @@ def test_attends_and_skips_as_the_steps_do(n: int, value_dim: int, eps: float) -
 
 
 @torch.no_grad()
+def test_a_batch_of_nothing_has_all_sizes() -> None:
+    scheme = layer("rope")
+    q, k = (x[:0] for x in projected(scheme, 40, torch.float16))
+    got = prologue.projected_attention(q, k, k, angles(scheme, 40), scheme.reading(q.device), scale=SCALE, eps=0.0)
+    assert got.out.shape == q.shape
+    assert got.base_2_lse.shape == got.base_2_rate.shape == q.shape[:3]
+    assert got.exposure.shape == k.shape[:3]
+
+
+@torch.no_grad()
 def test_gates_may_be_in_half_precision() -> None:
     """As those of a model are that was cast."""
     scheme = layer("rope")

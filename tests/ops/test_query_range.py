@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 import torch
 
@@ -12,6 +15,8 @@ from gape.ops.triton import query_range
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SCALE = 0.3
+#: Where pads are possible, PyTorch measures.
+REAL = torch.ones(1, 70, dtype=torch.bool, device=DEVICE)
 
 
 def measured(run: object, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,10 +39,11 @@ def test_maxima_are_those_of_the_definition(heads: tuple[int, int], n: int, dim:
             torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_is_known_stays_and_what_is_no_number_is_infinite() -> None:
+@pytest.mark.parametrize("run", [query_range.measure_queries, partial(measure_queries, real=REAL)])
+def test_what_is_known_stays_and_what_is_no_number_is_infinite(run: Callable[..., None]) -> None:
     q, k = (torch.ones(1, 2, 70, 16, device=DEVICE, dtype=torch.float16) for _ in range(2))
     q[0, 1, 65, 3] = torch.nan
     reach, own = torch.full((2,), 100.0, device=DEVICE), torch.full((2,), 50.0, device=DEVICE)
-    query_range.measure_queries(q, k, reach, own, scale=SCALE)
+    run(q, k, reach, own, scale=SCALE)
     assert reach.tolist() == [100.0, torch.inf]
     assert own.tolist() == [50.0, torch.inf]

@@ -140,7 +140,8 @@ class PagedLayer:
             plan = explain(rotated_q, rotated_k, v, *sides, context_length=1, scale=spec.scale, impl=spec.impl)
             return replace(plan, prologue=prologue)
         single = run.new == "pages"
-        prompt = "a prompt attends to itself" + (", skipping tiles" if run.kernels else "")
+        skips = run.kernels and self._skips(q.size(2))
+        prompt = "a prompt attends to itself" + (", skipping tiles" if skips else "")
         reason = "a single token reads all pages" if single else prompt
         if run.cached and not single:
             reason += ", and to the pages before it"
@@ -215,12 +216,16 @@ class PagedLayer:
         out, lse = causal_attention(q, k, v, rate, 1 - landmark, scale=spec.scale, eps=self._own_eps(q.size(2)))
         return self._with_pages(q, rate, positions, out, lse) if run.cached else out
 
-    def _own_eps(self, n: int) -> float:
-        """What queries may lose to tiles that are skipped among n new tokens.
+    def _skips(self, n: int) -> bool:
+        """Whether tiles are skipped among n new tokens.
 
         Floors are planned so that a head looks as far as the model was trained: within that, there is little to skip.
         """
-        return self._cache.skip_eps / 2 if n > self.spec.context_length else 0.0
+        return n > self.spec.context_length
+
+    def _own_eps(self, n: int) -> float:
+        """What queries may lose to tiles that are skipped among n new tokens."""
+        return self._cache.skip_eps / 2 if self._skips(n) else 0.0
 
     def _with_pages(self, q: Tensor, rate: Tensor, positions: Tensor, out: Tensor, lse: Tensor) -> Tensor:
         """The output of queries over the keys of pages too, from that over new ones and its log-sum-exp."""

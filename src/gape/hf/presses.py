@@ -117,17 +117,20 @@ def _last_attention(
 
 
 class _Rotation(nn.Module):
-    """A scheme called as the rotation of a model of `transformers`: cosines and sines (B, N, D) in the dtype of x."""
+    """A scheme called as the rotation of a model of `transformers`: cosines and sines (B, N, D) in the dtype of x.
 
-    def __init__(self, scheme: Scheme) -> None:
+    Without a scheme nothing turns.
+    """
+
+    def __init__(self, scheme: Scheme | None, head_dim: int) -> None:
         super().__init__()
-        self.scheme = scheme
+        self.scheme, self.head_dim = scheme, head_dim
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         """x says dtype and device, `position_ids` (N,) or (B, N) which tokens."""
         positions = position_ids if position_ids.dim() == 2 else position_ids[None]
-        if isinstance(self.scheme, NoPE):
-            ones = torch.ones(*positions.shape, self.scheme.head_dim, dtype=x.dtype, device=x.device)
+        if self.scheme is None or isinstance(self.scheme, NoPE):
+            ones = torch.ones(*positions.shape, self.head_dim, dtype=x.dtype, device=x.device)
             return ones, torch.zeros_like(ones)
         angles = self.scheme.angles(positions)
         if angles is None or len(angles) > 2:
@@ -139,11 +142,12 @@ class _Rotation(nn.Module):
 @contextmanager
 def _own_rotation(module: Any, hidden_states: Tensor, kwargs: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Arguments for a press under the rotation that a layer has, which `module.rotary_emb` is meanwhile."""
-    scheme = module.gape_wiring.scheme if isinstance(module, InjectedAttention) else None
-    if scheme is None or module.without_rotation:
+    ours = isinstance(module, InjectedAttention)
+    scheme = module.gape_wiring.scheme if ours and not module.without_rotation else None
+    if scheme is None and not (ours and module.without_rotation):
         yield kwargs
         return
-    before, rotation = module.rotary_emb, _Rotation(scheme)
+    before, rotation = module.rotary_emb, _Rotation(scheme, module.head_dim)
     embeddings = rotation(hidden_states, token_positions(kwargs, hidden_states.size(0)))
     module.rotary_emb = rotation
     try:

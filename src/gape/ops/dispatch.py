@@ -87,9 +87,13 @@ def read(names: Collection[str]) -> Tables:
         ValueError: as :func:`load`, for the table that GAPE_DISPATCH names.
     """
     if VARIABLE in os.environ:
-        return Tables((), load(Path(os.environ[VARIABLE]), names))
+        try:
+            return Tables((), load(Path(os.environ[VARIABLE]), names))
+        except ValueError as error:
+            raise ValueError(f"{VARIABLE}: {error}") from error
     here: list[Rule] = []
-    for path in sorted(_cache().glob("dispatch-*.toml")):
+    folder = _folder()
+    for path in [] if folder is None else sorted(folder.glob("dispatch-*.toml")):
         try:
             rules = load(path, names)
             if not rules:
@@ -103,14 +107,25 @@ def read(names: Collection[str]) -> Tables:
 
 
 def local_table(device: str) -> Path:
-    """Where the rules that were measured on this machine's GPU of that name are, or would be."""
-    return _cache() / f"dispatch-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.toml"
+    """Where the rules that were measured on this machine's GPU of that name are, or would be.
+
+    Raises:
+        ValueError: the user has no home.
+    """
+    folder = _folder()
+    if folder is None:
+        raise ValueError("XDG_CACHE_HOME: got nothing, expected a folder for the table of a user without a home")
+    return folder / f"dispatch-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.toml"
 
 
-def _cache() -> Path:
-    # A user without a home has no table; Path.home() would raise.
-    home = os.path.expanduser("~/.cache")  # noqa: PTH111
-    return Path(os.environ.get("XDG_CACHE_HOME") or home) / "gape"
+def _folder() -> Path | None:
+    """Of the tables that were measured on this machine; None without a home."""
+    if given := os.environ.get("XDG_CACHE_HOME"):
+        return Path(given) / "gape"
+    try:
+        return Path.home() / ".cache" / "gape"
+    except RuntimeError:
+        return None
 
 
 def load(path: Path, names: Collection[str]) -> tuple[Rule, ...]:

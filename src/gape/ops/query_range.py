@@ -19,7 +19,7 @@ def measure_queries(
 
     Args:
         q, k: (B, Hq, n, D) and (B, Hk, n, D), rotated.
-        reach, own: the maxima, each (Hq,) in float32. On a GPU they are infinite once a query was not a number.
+        reach, own: the maxima, each (Hq,) in float32 or float64; infinite once a query was not a number.
         scale: the softmax scale.
         real: bool (B, n), False for tokens that do not count; None counts all.
     """
@@ -35,4 +35,5 @@ def measure_queries(
     if real is not None:
         norms, products = (x.masked_fill(~real[:, None], -torch.inf) for x in (norms, products))
     for known, x in ((reach, norms), (own, products)):
-        torch.maximum(known, x.amax((0, 2)).to(known.dtype), out=known)
+        most = x.amax((0, 2)).to(known.dtype)
+        torch.maximum(known, torch.where(most.isnan(), torch.inf, most), out=known)

@@ -160,10 +160,12 @@ def _plan(
     shapes, prologue = bounded_launch(q, k, turned[:3] or None, gates[0], stretches, tile, places)
     numbers = [torch.empty(shape, device="meta") for shape in shapes]
     parts: list[Any] = []
-    room = 0
-    for x in (*numbers, *outs):
-        # Without skipping there are five of them, and to make a tensor takes as long as a third of a launch.
-        parts.append((tuple(x.shape), x.stride(), room) if x.numel() or x is outs[2] else None)
+    room, skips = 0, eps > 0
+    # Rates, exposures, these with places, bounds; then log-sum-exps, thresholds, visits and first tiles. To make a
+    # tensor takes as long as a third of a launch. Visits are given back in any case.
+    wanted = (True, True, places, skips, skips, skips, True, skips, True, skips)
+    for x, used in zip((*numbers, *outs), wanted, strict=True):
+        parts.append((tuple(x.shape), x.stride(), room) if used else None)
         # Each begins where loads of 128 bytes may begin.
         room += -(-x.numel() // 32) * 32
     again = Launch(attention_fwd._fwd_kernel, _grid_again(grid), sizes, flags | {"AGAIN": True})

@@ -183,8 +183,8 @@ class Launch:
             # Other GPUs than NVIDIA's have no cap of registers.
             self.flags = {name: value for name, value in flags.items() if name != "maxnreg"}
         self._one_device = torch.cuda.device_count() <= 1
-        #: The compiled launch, the kernel's handles and all its arguments behind the tensors, by how they are aligned.
-        self._compiled: dict[object, tuple[Callable[..., None], tuple[Any, ...], tuple[Any, ...]]] = {}
+        #: The compiled kernel and all its arguments behind the tensors, by how tensors are aligned.
+        self._compiled: dict[object, tuple[Any, tuple[Any, ...]]] = {}
 
     def __call__(self, *tensors: Tensor) -> None:
         """Launch with these tensors, on the device of the first."""
@@ -201,11 +201,12 @@ class Launch:
         if compiled is None:
             self._compile(tensors, alignment)
         else:
-            run, handles, rest = compiled
+            kernel, rest = compiled
             stream = driver.active.get_current_stream(tensors[0].get_device())
             # Of a tensor Triton would ask the driver where it lies, which takes longer than all the rest. The three are
             # hooks of Triton's own profiler.
-            run(*self.grid, stream, *handles, None, None, None, *addresses, *rest)
+            handles = (kernel.function, kernel.packed_metadata)
+            kernel.run(*self.grid, stream, *handles, None, None, None, *addresses, *rest)
         if self.then is not None:
             self.then._run(tensors, addresses, alignment)
 
@@ -214,5 +215,4 @@ class Launch:
         kernel = self.kernel[self.grid](*tensors, *self.numbers, **self.flags)
         if isinstance(self.kernel, JITFunction):
             names = self.kernel.arg_names[len(tensors) + len(self.numbers) :]
-            rest = (*self.numbers, *(self.flags[name] for name in names))
-            self._compiled[alignment] = kernel.run, (kernel.function, kernel.packed_metadata), rest
+            self._compiled[alignment] = kernel, (*self.numbers, *(self.flags[name] for name in names))
