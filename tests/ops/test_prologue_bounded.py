@@ -109,6 +109,15 @@ def test_attends_and_skips_as_the_steps_do(n: int, value_dim: int, eps: float) -
 
 
 @torch.no_grad()
+def test_gates_on_another_device_are_refused() -> None:
+    scheme = layer("rope")
+    q, k = projected(scheme, 8, torch.float16)
+    reading = scheme.reading(q.device)._replace(amplitude=torch.ones(4, device="meta"))
+    with pytest.raises(ValueError, match=r"^gates: .*meta"):
+        prologue.projected_attention(q, k, k, angles(scheme, 8), reading, scale=SCALE, eps=0.0)
+
+
+@torch.no_grad()
 def test_a_batch_of_nothing_has_all_sizes() -> None:
     scheme = layer("rope")
     q, k = (x[:0] for x in projected(scheme, 40, torch.float16))

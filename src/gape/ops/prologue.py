@@ -338,7 +338,13 @@ def _check(
     angles: Angles | None, q: Tensor, k: Tensor, reading: GateReading | None,
     *, dtypes: Sequence[torch.dtype] = (torch.float32,), by_sample: bool = False,
 ) -> None:  # fmt: skip
-    """Refuse angles that do not fit, which a scheme may make its own way: kernels read as much as they are told to."""
+    """Refuse angles that do not fit, which a scheme may make its own way: kernels read as much as they are told to.
+
+    Also gates on another device, whose addresses would mean nothing there.
+    """
+    for x in () if reading is None else (reading.gate_weight, reading.landmark_weight, reading.amplitude):
+        if x.device != q.device:
+            raise invalid_argument("gates", x, f"tensors on {q.device}")
     if angles is None:
         return
     content = q.size(3) if reading is None else reading.gate_weight.size(-1)
