@@ -52,12 +52,12 @@ def test_what_is_interrupted_leaves_the_table_as_it_was(cache: Path) -> None:
             raise KeyboardInterrupt
 
     path = dispatch.local_table(run_info.device_name(CPU))
-    path.parent.mkdir()
+    path.parent.mkdir(parents=True)
     path.write_bytes(b"as it was")
     with pytest.raises(KeyboardInterrupt):
         tune(CPU, dtypes=("bfloat16",), progress=Interrupting(), **TINY)
     assert path.read_bytes() == b"as it was"
-    assert not list(cache.glob(".tmp-*"))
+    assert not list(cache.rglob(".tmp-*"))
 
 
 @pytest.mark.gpu

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 
+import gape
 from gape.ops import dispatch, implementations, limits
 from gape.ops.api import _problem, available_implementations
 from gape.ops.inputs import Problem
@@ -129,8 +131,9 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The directory of the tables that were measured on this machine."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv(dispatch.VARIABLE, raising=False)
-    dispatch.local_table(GPU).parent.mkdir()
-    return tmp_path / "gape"
+    folder = dispatch.local_table(GPU).parent
+    folder.mkdir(parents=True)
+    return folder
 
 
 @pytest.mark.usefixtures("cache")
@@ -159,9 +162,17 @@ def test_rules_of_the_library_count_where_another_gpu_was_measured() -> None:
 def test_a_damaged_table_is_named_and_left_out(content: bytes, cache: Path) -> None:
     dispatch.local_table("GeForce 1").write_bytes(content)
     dispatch.local_table(GPU).write_text(dispatch.to_toml([rule()], "a test"), encoding="utf-8")
-    with pytest.warns(UserWarning, match=str(cache / "dispatch-geforce-1.toml")):
+    with pytest.warns(UserWarning, match=re.escape(str(cache / "geforce-1.toml"))):
         tables = dispatch.read(implementations.IMPLEMENTATIONS)
     assert tables.here == (rule(),)
+
+
+@pytest.mark.usefixtures("cache")
+def test_rules_of_another_version_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    dispatch.local_table(GPU).write_text(dispatch.to_toml([rule()], "a test"), encoding="utf-8")
+    assert dispatch.read(implementations.IMPLEMENTATIONS).here == (rule(),)
+    monkeypatch.setattr(gape, "__version__", "99.0")
+    assert dispatch.read(implementations.IMPLEMENTATIONS).here == ()
 
 
 def test_a_user_without_a_home_has_no_tables(monkeypatch: pytest.MonkeyPatch) -> None:

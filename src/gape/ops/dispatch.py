@@ -13,10 +13,15 @@ import re
 import tomllib
 import warnings
 from collections.abc import Collection, Iterable
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, fields
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple, get_type_hints
 
+import torch
+
+import gape
 from gape.ops.inputs import Problem
 from gape.utils.validation import invalid_argument
 
@@ -93,7 +98,7 @@ def read(names: Collection[str]) -> Tables:
             raise ValueError(f"{VARIABLE}: {error}") from error
     here: list[Rule] = []
     folder = _folder()
-    for path in [] if folder is None else sorted(folder.glob("dispatch-*.toml")):
+    for path in [] if folder is None else sorted(folder.glob("*.toml")):
         try:
             rules = load(path, names)
             if not rules:
@@ -115,15 +120,26 @@ def local_table(device: str) -> Path:
     folder = _folder()
     if folder is None:
         raise ValueError("XDG_CACHE_HOME: got nothing, expected a folder for the table of a user without a home")
-    return folder / f"dispatch-{re.sub('[^a-z0-9]+', '-', device.lower()).strip('-')}.toml"
+    return folder / f"{_plain(device)}.toml"
+
+
+def _plain(name: str) -> str:
+    return re.sub("[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
 def _folder() -> Path | None:
-    """Of the tables that were measured on this machine; None without a home."""
+    """Of the tables that were measured on this machine with the versions of now; None without a home.
+
+    Kernels of other versions are other kernels.
+    """
+    versions = {"gape": gape.__version__, "torch": torch.__version__, "triton": "none"}
+    with suppress(PackageNotFoundError):
+        versions["triton"] = version("triton")
+    name = "-".join(f"{package}-{_plain(number)}" for package, number in versions.items())
     if given := os.environ.get("XDG_CACHE_HOME"):
-        return Path(given) / "gape"
+        return Path(given) / "gape" / "dispatch" / name
     try:
-        return Path.home() / ".cache" / "gape"
+        return Path.home() / ".cache" / "gape" / "dispatch" / name
     except RuntimeError:
         return None
 
