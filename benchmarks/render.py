@@ -33,6 +33,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "needle-gains-first": lambda: needle.gains("first"),
     "needle-gates": needle.query_gates,
     "needle-landmarks": needle.landmarks,
+    "needle-far-first": lambda: needle.far_small("first"),
+    "needle-far-last": lambda: needle.far_small("last"),
     "needle-precision-last": lambda: needle.precision("nope+gape", "last"),
     "needle-precision-first": lambda: needle.precision("nope+gape", "first"),
     "needle-tied": needle.tied,

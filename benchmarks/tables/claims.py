@@ -64,7 +64,8 @@ NEEDLE = [
           "Every mean is above zero; with three seeds only p-RoPE at 16× is separable from it.", NEEDLES),
     Claim("GAPE improves them on the far needle",
           lambda: evidence.gains(("rope+gape", "rope", "first", 4), ("p-rope+gape", "p-rope", "first", 4)),
-          "Chance or near it from 2× on, with gates and without. Recipe `niah/far` has what may cure it.", NEEDLES),
+          "Chance or near it from 2× on, with gates and without. Positions that jump in training cure it in small "
+          "models, both ways.", NEEDLES),
     Claim("FoX degrades with length on the close needle",
           lambda: evidence.fades(("fox", "last", 4)), "It does not, up to 16×.", NEEDLES),
     Claim("FoX is at chance on the far needle", lambda: evidence.found("fox", 4, first=False),

@@ -101,6 +101,25 @@ def landmarks() -> str:
     return table(["setting", "seeds", *KINDS.values(), "accuracy at 1×"], lines)
 
 
+#: Variants of niah/far-small by what they change in training.
+FAR = {
+    "plain": "as in `niah/demo`", "mixed": "lengths from 32 to 128", "random": "positions drawn from 512",
+    "skip": "positions that jump once, up to 512", "mixed-skip": "both of lengths and jumps",
+}  # fmt: skip
+
+
+def far_small(target: str) -> str:
+    """Accuracy of small models by what their training changes, mean ± standard deviation over three seeds."""
+    rows = select(stored("results/niah/far-small/results.jsonl"), target=target)
+    lines = []
+    for variant, name in FAR.items():
+        for position in ("p-rope", "p-rope+gape", "rope+gape", "hope+gape"):
+            own = select(rows, variant=variant, position=position)
+            cells = [mean_and_deviation(select(own, factor=factor)) for factor in (1, 2, 4, 8)]
+            lines.append([name, label(position), *cells])
+    return table(["training", TARGETS[target], *(f"{factor}× ({128 * factor:,})" for factor in (1, 2, 4, 8))], lines)
+
+
 def precision(position: str, target: str) -> str:
     """`rank2` beside `split` in bfloat16, every seed."""
     rows = select(stored("results/niah/precision/results.jsonl"), position=position, target=target)
