@@ -263,7 +263,7 @@ def gate_readings(specs: Sequence[LayerSpec]) -> list[GateReading]:
     strengths = [strength for x in gates if (strength := getattr(x, "strength", None)) is not None]
     if strengths:
         amplitude = amplitude * torch.stack(strengths).float().abs()
-    # Rows begin at multiples of 16 bytes: for others kernels are told how each lies.
+    # Rows begin at multiples of 16 bytes: launches are looked up by how tensors lie.
     amplitude = F.pad(amplitude, (0, -amplitude.size(1) % 4))[:, : amplitude.size(1)]
     queries, keys = _weights(gates, "gate", "n_heads"), _weights(gates, "landmark", "n_kv_heads")
     return [
